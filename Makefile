@@ -1,0 +1,35 @@
+# The project's surface. Each target installs what it needs; `make setup` installs all of it.
+
+# Parts that are no Debian packages; all clones share them.
+export QSD_CSI_DEPS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/qsd-csi
+export PATH := $(QSD_CSI_DEPS)/bin:$(PATH)
+
+.PHONY: setup demo test check bench
+
+setup:
+	@scripts/setup
+
+# The main job on real input: a volume, a VM, a driver that is killed. KEEP=1 keeps all for a look.
+demo:
+	@scripts/setup build vm
+	cargo build --release --locked
+	@demo/run
+
+# Everything CI needs: unit tests, and the built driver against real daemons, VMs and csi-sanity.
+test:
+	@scripts/setup build vm sanity
+	cargo test --workspace --locked
+
+check:
+	@scripts/setup build check
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --locked -- -D warnings
+	cargo deny --all-features --log-level error check bans licenses sources
+	typos
+	cd tests/spec && test -z "$$(gofmt -l .)"
+
+# Latency, memory and throughput, each beside a reference; a report in target/bench/.
+bench:
+	@scripts/setup build vm
+	cargo build --release --locked --workspace
+	@target/release/qsd-csi-bench

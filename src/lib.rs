@@ -1,0 +1,26 @@
+//! qsd-csi: a CSI driver on qemu-storage-daemon (QSD), one daemon a volume.
+//!
+//! ```text
+//!  kubelet, sidecars, `qsd-csi volume`          VMs: QEMU with vhost-user-blk
+//!        | CSI + Inspect, one unix socket             | vhost.sock, data through shared memory
+//!  +-----v------------------------------------+       |
+//!  | csi      parse, claim, call, answer      |       |
+//!  |  |    \                                  |       |
+//!  |  v     v                                 |       |
+//!  | node   volume     domain, no gRPC        |       |
+//!  |  |  \    |  \                            |       |
+//!  |  |   \   v   v                           |       |
+//!  |  |    | pool store   records and layers  |       |
+//!  |  v    v                                  |       |
+//!  | supervisor::Client  qsd                  |       |
+//!  +---|------------------|-------------------+       |
+//!      | JSON lines       | QMP                       |
+//!  qsd-csi supervisor -- parent of --> qemu-storage-daemon x volumes
+//! ```
+//!
+//! Arrows point down only. `units`, `volume::id` and the parsing of parameters are the pure core.
+//! Records live in the pools (durable) and in the run directory (until the next boot); a process
+//! may die at any instant, and the next one goes on from the records. See ARCHITECTURE.md.
+
+pub mod store;
+pub mod units;

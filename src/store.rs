@@ -1,0 +1,233 @@
+//! Records: small JSON files that are replaced whole or not at all.
+//!
+//! Owns the one way a file of ours is written. A durable record (`replace`) survives the loss of
+//! power at any instant: a reader, or a reboot, sees the old record or the new one. A volatile
+//! record (`replace_volatile`) promises the same against the death of any process, and is not
+//! meant to survive a reboot.
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use std::{
+    fs::{self, File},
+    io::{self, Write},
+    path::{Path, PathBuf},
+};
+
+/// What went wrong with a record, and with which.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The file system refused.
+    #[error("{action} {}", path.display())]
+    Io {
+        /// What was tried, as a gerund.
+        action: &'static str,
+        /// The record.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// The record is there and says nothing we understand. It is left alone.
+    #[error("record {} is damaged", path.display())]
+    Damaged {
+        /// The record.
+        path: PathBuf,
+        /// Where it stops making sense.
+        source: serde_json::Error,
+    },
+}
+
+impl Error {
+    /// The kind of the input or output error behind this one, if it is one.
+    pub fn io_kind(&self) -> Option<io::ErrorKind> {
+        match self {
+            Self::Io { source, .. } => Some(source.kind()),
+            Self::Damaged { .. } => None,
+        }
+    }
+}
+
+/// The format version of a record: written as the number `N`, and any other number is refused.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Version<const N: u32>;
+
+impl<const N: u32> Serialize for Version<N> {
+    fn serialize<S: serde::Serializer>(&self, out: S) -> Result<S::Ok, S::Error> {
+        out.serialize_u32(N)
+    }
+}
+
+impl<'de, const N: u32> Deserialize<'de> for Version<N> {
+    fn deserialize<D: serde::Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
+        let found = u32::deserialize(input)?;
+        if found == N {
+            return Ok(Self);
+        }
+        let text = format!("format version {found}, and this program reads version {N}");
+        Err(serde::de::Error::custom(text))
+    }
+}
+
+/// Whether a write must survive the loss of power, or only the death of a process.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Durability {
+    Disk,
+    Memory,
+}
+
+/// Replaces `path` whole or not at all, and durably.
+///
+/// A crash before the rename leaves a temporary file, which `sweep` removes; after it, the new
+/// record.
+pub fn replace<T: Serialize>(path: &Path, record: &T) -> Result<(), Error> {
+    write(path, record, Durability::Disk)
+}
+
+/// Replaces `path` whole or not at all, for a record that need not outlive a reboot.
+pub fn replace_volatile<T: Serialize>(path: &Path, record: &T) -> Result<(), Error> {
+    write(path, record, Durability::Memory)
+}
+
+fn write<T: Serialize>(path: &Path, record: &T, durability: Durability) -> Result<(), Error> {
+    let dir = directory_of(path);
+    let write = || {
+        let mut file = tempfile::NamedTempFile::new_in(dir)?;
+        serde_json::to_writer_pretty(&mut file, record)?;
+        file.write_all(b"\n")?;
+        file.flush()?;
+        if durability == Durability::Disk {
+            file.as_file().sync_all()?;
+        }
+        file.persist(path)?;
+        if durability == Durability::Disk {
+            sync(dir)?; // the rename itself
+        }
+        Ok(())
+    };
+    write().map_err(|source| Error::Io { action: "writing", path: path.to_owned(), source })
+}
+
+/// Reads one record; `None` where there is none.
+pub fn load<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, Error> {
+    let text = match fs::read(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(source) => return Err(Error::Io { action: "reading", path: path.to_owned(), source }),
+    };
+    serde_json::from_slice(&text)
+        .map(Some)
+        .map_err(|source| Error::Damaged { path: path.to_owned(), source })
+}
+
+/// Removes one record durably; one that is already gone is fine.
+pub fn remove(path: &Path) -> Result<(), Error> {
+    let remove = || match fs::remove_file(path) {
+        Ok(()) => sync(directory_of(path)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
+    };
+    remove().map_err(|source| Error::Io { action: "removing", path: path.to_owned(), source })
+}
+
+/// The records of a directory, each as its path and its name without `.json`, in order of name.
+pub fn names(dir: &Path) -> Result<Vec<(PathBuf, String)>, Error> {
+    let list = || {
+        let mut found = Vec::new();
+        for entry in fs::read_dir(dir)? {
+            let path = entry?.path();
+            let name = path.file_name().and_then(|name| name.to_str());
+            if let Some(stem) = name.and_then(|name| name.strip_suffix(".json")) {
+                found.push((path.clone(), stem.to_owned()));
+            }
+        }
+        found.sort();
+        Ok(found)
+    };
+    list().map_err(|source| Error::Io { action: "listing", path: dir.to_owned(), source })
+}
+
+/// Removes what an interrupted `replace` left in `dir`. Only for who holds the lock on it.
+pub fn sweep(dir: &Path) -> Result<(), Error> {
+    let sweep = || {
+        for entry in fs::read_dir(dir)? {
+            let entry = entry?;
+            if entry.file_name().as_encoded_bytes().starts_with(b".tmp") {
+                fs::remove_file(entry.path())?;
+            }
+        }
+        Ok(())
+    };
+    sweep().map_err(|source| Error::Io { action: "sweeping", path: dir.to_owned(), source })
+}
+
+/// Makes what was created, renamed or removed in `dir` durable.
+pub fn sync(dir: &Path) -> io::Result<()> {
+    File::open(dir)?.sync_all()
+}
+
+fn directory_of(path: &Path) -> &Path {
+    path.parent().expect("a record lives in a directory")
+}
+
+#[cfg(test)]
+mod test {
+    use super::*;
+
+    #[derive(Debug, PartialEq, Serialize, Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Sample {
+        version: Version<1>,
+        size: u64,
+    }
+
+    fn scratch() -> (tempfile::TempDir, PathBuf) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v.json");
+        (dir, path)
+    }
+
+    #[test]
+    fn replaces_and_leaves_nothing_behind() {
+        let (dir, path) = scratch();
+        for size in [1, 2] {
+            replace(&path, &Sample { version: Version, size }).unwrap();
+        }
+        let record = load::<Sample>(&path).unwrap();
+        assert_eq!(record, Some(Sample { version: Version, size: 2 }));
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_record_that_is_not_there_is_no_error() {
+        let (_dir, path) = scratch();
+        assert_eq!(load::<Sample>(&path).unwrap(), None);
+        remove(&path).unwrap();
+    }
+
+    #[test]
+    fn a_damaged_record_is_named_and_left_alone() {
+        let (_dir, path) = scratch();
+        for text in [
+            "",
+            "{",
+            r#"{"version":1}"#,
+            r#"{"version":2,"size":1}"#,
+            r#"{"version":1,"size":1,"more":1}"#,
+            r#"{"version":1,"size":-1}"#,
+        ] {
+            File::create(&path).unwrap().write_all(text.as_bytes()).unwrap();
+            let error = load::<Sample>(&path).unwrap_err();
+            assert!(matches!(error, Error::Damaged { .. }), "{text}");
+            assert!(error.to_string().contains("v.json"));
+            assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        }
+    }
+
+    #[test]
+    fn a_sweep_takes_only_what_a_broken_replace_left() {
+        let (dir, path) = scratch();
+        replace(&path, &Sample { version: Version, size: 1 }).unwrap();
+        let broken = tempfile::NamedTempFile::new_in(dir.path()).unwrap().keep().unwrap().1;
+        sweep(dir.path()).unwrap();
+        assert!(!broken.exists());
+        assert_eq!(names(dir.path()).unwrap(), [(path, "v".to_owned())]);
+    }
+}
