@@ -22,5 +22,9 @@
 //! Records live in the pools (durable) and in the run directory (until the next boot); a process
 //! may die at any instant, and the next one goes on from the records. See ARCHITECTURE.md.
 
+mod chain;
+mod crash;
+pub mod pool;
 pub mod store;
 pub mod units;
+pub mod volume;

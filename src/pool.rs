@@ -1,0 +1,293 @@
+//! A pool: a directory on this node that holds layers and the records about them.
+//!
+//! Owns the places (which file is where), the lock that keeps a second driver out, and the count
+//! of bytes. What the records mean is the domain's (`volume`). A pool explains itself, so it can
+//! be carried to another machine:
+//!
+//! ```text
+//! POOL/pool.json                    format version, pool id
+//! POOL/layers/<uuid>.raw            data
+//! POOL/records/layers/<uuid>.json   parent, format, virtual size
+//! POOL/records/volumes/<id>.json    phase, active layer, size, parameters, access modes
+//! ```
+
+use crate::{
+    store::{self, Version},
+    units::Bytes,
+    volume::{Format, LayerId, PoolName, VolumeId},
+};
+use rustix::fs::OFlags;
+use serde::{Deserialize, Serialize};
+use std::{
+    fs::{self, File, OpenOptions},
+    io,
+    os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _},
+    path::{Path, PathBuf},
+};
+
+/// What keeps a pool from being used.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Somebody else holds the lock.
+    #[error("pool {pool}: {} is in use by another driver; stop that one first", dir.display())]
+    Locked {
+        /// The pool.
+        pool: PoolName,
+        /// Its directory.
+        dir: PathBuf,
+    },
+    /// Direct I/O is what makes an acknowledged write durable.
+    #[error(
+        "pool {pool}: the file system of {} has no direct I/O (O_DIRECT); use ext4 or xfs",
+        dir.display()
+    )]
+    NoDirectIo {
+        /// The pool.
+        pool: PoolName,
+        /// Its directory.
+        dir: PathBuf,
+    },
+    /// The file system refused.
+    #[error("pool {pool}: {action} {}", path.display())]
+    Io {
+        /// The pool.
+        pool: PoolName,
+        /// What was tried, as a gerund.
+        action: &'static str,
+        /// With what.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// A record of the pool cannot be used.
+    #[error("pool {pool}")]
+    Store {
+        /// The pool.
+        pool: PoolName,
+        /// Which record, and why.
+        source: store::Error,
+    },
+}
+
+/// An open pool. While it lives, no other driver can open it.
+#[derive(Debug)]
+pub struct Pool {
+    name: PoolName,
+    dir: PathBuf,
+    _lock: File,
+}
+
+/// How many bytes a pool has.
+#[derive(Clone, Copy, Debug)]
+pub struct Space {
+    /// Of the whole file system.
+    pub total: Bytes,
+    /// Of them, free for us.
+    pub free: Bytes,
+}
+
+/// What makes a directory a pool: `POOL/pool.json`.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Identity {
+    version: Version<1>,
+    id: uuid::Uuid,
+}
+
+const LAYERS: &str = "layers";
+const LAYER_RECORDS: &str = "records/layers";
+const VOLUME_RECORDS: &str = "records/volumes";
+
+impl Pool {
+    /// Opens the pool in `dir`, making one of it if it is none yet, and locks it.
+    pub fn open(name: PoolName, dir: &Path) -> Result<Self, Error> {
+        let fail = |action, path: &Path| {
+            let (pool, path) = (name.clone(), path.to_owned());
+            move |source| Error::Io { pool, action, path, source }
+        };
+        create_dir(dir).map_err(fail("creating", dir))?;
+        let dir = dir.canonicalize().map_err(fail("resolving", dir))?;
+        let lock = File::open(&dir).map_err(fail("opening", &dir))?;
+        if lock.try_lock().is_err() {
+            return Err(Error::Locked { pool: name, dir });
+        }
+        for part in [LAYERS, LAYER_RECORDS, VOLUME_RECORDS] {
+            create_dir(&dir.join(part)).map_err(fail("creating", &dir))?;
+        }
+        let pool = Self { name, dir, _lock: lock };
+        pool.sweep()?;
+        pool.identify()?;
+        pool.try_direct_io()?;
+        Ok(pool)
+    }
+
+    /// The name it was opened under.
+    pub fn name(&self) -> &PoolName {
+        &self.name
+    }
+
+    /// How full it is.
+    pub fn space(&self) -> Result<Space, Error> {
+        let fs = rustix::fs::statvfs(&self.dir)
+            .map_err(|error| self.io("measuring", &self.dir)(error.into()))?;
+        let bytes = |blocks: u64| Bytes::new(blocks.saturating_mul(fs.f_frsize));
+        Ok(Space { total: bytes(fs.f_blocks), free: bytes(fs.f_bavail) })
+    }
+
+    /// Where the bytes of a layer lie.
+    pub fn layer(&self, id: LayerId, format: Format) -> PathBuf {
+        self.dir.join(LAYERS).join(format!("{id}.{}", format.as_str()))
+    }
+
+    /// What the pool really spends on a layer; nothing for one that is not there.
+    pub fn allocated(&self, id: LayerId, format: Format) -> Bytes {
+        let layer = fs::metadata(self.layer(id, format));
+        // POSIX: st_blocks counts units of 512 bytes whatever the block size.
+        layer.map_or(Bytes::ZERO, |data| Bytes::new(data.blocks().saturating_mul(512)))
+    }
+
+    /// Makes an empty raw layer of `size`, durably. It takes no space until written.
+    pub fn create_layer(&self, id: LayerId, size: Bytes) -> Result<(), Error> {
+        let path = self.layer(id, Format::Raw);
+        let create = || {
+            let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
+            file.set_len(size.count())?;
+            file.sync_all()?;
+            store::sync(&self.dir.join(LAYERS))
+        };
+        create().map_err(self.io("creating layer", &path))
+    }
+
+    /// Removes the bytes of a layer, durably; one that is gone is fine.
+    pub fn remove_layer(&self, id: LayerId, format: Format) -> Result<(), Error> {
+        store::remove(&self.layer(id, format)).map_err(|source| self.store(source))
+    }
+
+    /// The files among the layers, each with the id its name holds. Others are not ours.
+    pub fn layers(&self) -> Result<Vec<(LayerId, PathBuf)>, Error> {
+        let dir = self.dir.join(LAYERS);
+        let list = || fs::read_dir(&dir)?.map(|entry| Ok(entry?.path())).collect::<io::Result<_>>();
+        let paths: Vec<PathBuf> = list().map_err(self.io("listing", &dir))?;
+        let id_of = |path: &Path| path.file_stem()?.to_str()?.parse().ok();
+        Ok(paths.into_iter().filter_map(|path| Some((id_of(&path)?, path))).collect())
+    }
+
+    /// Where the record of a layer lies.
+    pub fn layer_record(&self, id: LayerId) -> PathBuf {
+        self.dir.join(LAYER_RECORDS).join(format!("{id}.json"))
+    }
+
+    /// Where the record of a volume lies.
+    pub fn volume_record(&self, id: &VolumeId) -> PathBuf {
+        self.dir.join(VOLUME_RECORDS).join(format!("{id}.json"))
+    }
+
+    /// The records of all layers, each with its name.
+    pub fn layer_records(&self) -> Result<Vec<(PathBuf, String)>, Error> {
+        store::names(&self.dir.join(LAYER_RECORDS)).map_err(|source| self.store(source))
+    }
+
+    /// The records of all volumes, each with its name.
+    pub fn volume_records(&self) -> Result<Vec<(PathBuf, String)>, Error> {
+        store::names(&self.dir.join(VOLUME_RECORDS)).map_err(|source| self.store(source))
+    }
+
+    /// Says which pool a record was in.
+    pub fn store(&self, source: store::Error) -> Error {
+        Error::Store { pool: self.name.clone(), source }
+    }
+
+    fn sweep(&self) -> Result<(), Error> {
+        for part in ["", LAYERS, LAYER_RECORDS, VOLUME_RECORDS] {
+            store::sweep(&self.dir.join(part)).map_err(|source| self.store(source))?;
+        }
+        Ok(())
+    }
+
+    fn identify(&self) -> Result<(), Error> {
+        let path = self.dir.join("pool.json");
+        let identity = store::load::<Identity>(&path).map_err(|source| self.store(source))?;
+        if identity.is_some() {
+            return Ok(());
+        }
+        let identity = Identity { version: Version, id: uuid::Uuid::new_v4() };
+        store::replace(&path, &identity).map_err(|source| self.store(source))
+    }
+
+    /// Opens a file as the daemons will, so that a pool that cannot work says so at once.
+    fn try_direct_io(&self) -> Result<(), Error> {
+        let dir = self.dir.join(LAYERS);
+        let probe = tempfile::NamedTempFile::new_in(&dir).map_err(self.io("probing", &dir))?;
+        let direct = i32::try_from(OFlags::DIRECT.bits()).expect("a flag of open(2) is an int");
+        match OpenOptions::new().read(true).custom_flags(direct).open(probe.path()) {
+            Ok(_) => Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+                Err(Error::NoDirectIo { pool: self.name.clone(), dir: self.dir.clone() })
+            }
+            Err(error) => Err(self.io("probing", &dir)(error)),
+        }
+    }
+
+    fn io(&self, action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error + use<> {
+        let (pool, path) = (self.name.clone(), path.to_owned());
+        move |source| Error::Io { pool, action, path, source }
+    }
+}
+
+impl Error {
+    /// The kind of the input or output error behind this one, if it is one.
+    pub fn io_kind(&self) -> Option<io::ErrorKind> {
+        match self {
+            Self::Io { source, .. } => Some(source.kind()),
+            Self::Store { source, .. } => source.io_kind(),
+            Self::Locked { .. } | Self::NoDirectIo { .. } => None,
+        }
+    }
+}
+
+/// A directory, and those above it, that only we may enter.
+fn create_dir(dir: &Path) -> io::Result<()> {
+    fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)
+}
+
+#[cfg(test)]
+mod test {
+    use super::*;
+
+    fn name() -> PoolName {
+        "fast".parse().unwrap()
+    }
+
+    #[test]
+    fn a_second_driver_is_kept_out() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = Pool::open(name(), dir.path()).unwrap();
+        assert!(matches!(Pool::open(name(), dir.path()), Err(Error::Locked { .. })));
+        drop(first);
+        assert!(Pool::open(name(), dir.path()).is_ok());
+    }
+
+    #[test]
+    fn a_new_layer_has_its_size_and_takes_no_space() {
+        let dir = tempfile::tempdir().unwrap();
+        let pool = Pool::open(name(), dir.path()).unwrap();
+        let id = LayerId::draw();
+        pool.create_layer(id, Bytes::gib(10)).unwrap();
+        assert_eq!(fs::metadata(pool.layer(id, Format::Raw)).unwrap().len(), 10 << 30);
+        assert_eq!(pool.allocated(id, Format::Raw), Bytes::ZERO);
+        assert_eq!(pool.layers().unwrap().len(), 1);
+        pool.remove_layer(id, Format::Raw).unwrap();
+        pool.remove_layer(id, Format::Raw).unwrap();
+        assert!(pool.layers().unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_pool_of_another_format_is_refused_and_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let identity = dir.path().join("pool.json");
+        store::replace(&identity, &serde_json::json!({ "version": 2, "id": "x" })).unwrap();
+        let error = Pool::open(name(), dir.path()).unwrap_err();
+        assert!(matches!(error, Error::Store { source: store::Error::Damaged { .. }, .. }));
+        assert!(identity.exists());
+    }
+}

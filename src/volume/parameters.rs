@@ -1,0 +1,270 @@
+//! What a caller may say of a volume: `StorageClass` parameters, sizes and access modes.
+
+use super::{InvalidName, PoolName};
+use crate::units::Bytes;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// The grain of every size: no disk has larger sectors, and QEMU wants multiples of 512.
+pub const GRAIN: Bytes = Bytes::new(4096);
+
+/// The size of a volume when a caller names none.
+pub(super) const DEFAULT_SIZE: Bytes = Bytes::gib(1);
+
+/// Keys that the external-provisioner adds for its own use.
+const RESERVED: &str = "csi.storage.k8s.io/";
+
+/// The parameters of a volume, as they were given and checked.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "BTreeMap<String, String>", into = "BTreeMap<String, String>")]
+pub struct Parameters {
+    given: BTreeMap<String, String>,
+    pool: Option<PoolName>,
+}
+
+/// A parameter that says nothing we understand.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ParameterError {
+    /// No such key.
+    #[error("parameters: unknown key {0:?}; known are pool, publish and format")]
+    Unknown(String),
+    /// The key is ours, its value is not.
+    #[error("parameters: {key} is {value:?}, and must be {expected}")]
+    Value {
+        /// The key.
+        key: &'static str,
+        /// What was given.
+        value: String,
+        /// What would do.
+        expected: &'static str,
+    },
+    /// The pool cannot be one.
+    #[error("parameters: pool")]
+    Pool(#[from] InvalidName),
+}
+
+impl Parameters {
+    /// The pool that was asked for, if any.
+    pub fn pool(&self) -> Option<&PoolName> {
+        self.pool.as_ref()
+    }
+
+    /// The parameters as they were given, without those that are not ours.
+    pub fn given(&self) -> &BTreeMap<String, String> {
+        &self.given
+    }
+}
+
+impl TryFrom<BTreeMap<String, String>> for Parameters {
+    type Error = ParameterError;
+
+    fn try_from(given: BTreeMap<String, String>) -> Result<Self, ParameterError> {
+        let mut parameters = Self::default();
+        for (key, value) in given {
+            match key.as_str() {
+                "pool" => parameters.pool = Some(value.parse()?),
+                "publish" => only("publish", &value, "vhost-user")?,
+                "format" => only("format", &value, "raw")?,
+                _ if key.starts_with(RESERVED) => continue,
+                _ => return Err(ParameterError::Unknown(key)),
+            }
+            parameters.given.insert(key, value);
+        }
+        Ok(parameters)
+    }
+}
+
+impl From<Parameters> for BTreeMap<String, String> {
+    fn from(parameters: Parameters) -> Self {
+        parameters.given
+    }
+}
+
+fn only(key: &'static str, value: &str, expected: &'static str) -> Result<(), ParameterError> {
+    if value == expected {
+        return Ok(());
+    }
+    Err(ParameterError::Value { key, value: value.to_owned(), expected })
+}
+
+/// Who may use a volume at the same time, in CSI's words.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "SCREAMING_SNAKE_CASE")]
+pub enum AccessMode {
+    /// One node, writable; published at one target.
+    SingleNodeWriter,
+    /// One node, one workload, writable; published at one target.
+    SingleNodeSingleWriter,
+    /// One node, several workloads: published at several targets, as hot-plugging needs
+    /// (facts/csi.md section 1).
+    SingleNodeMultiWriter,
+}
+
+impl AccessMode {
+    /// CSI's name for it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::SingleNodeWriter => "SINGLE_NODE_WRITER",
+            Self::SingleNodeSingleWriter => "SINGLE_NODE_SINGLE_WRITER",
+            Self::SingleNodeMultiWriter => "SINGLE_NODE_MULTI_WRITER",
+        }
+    }
+}
+
+/// The sizes a caller accepts (CSI `CapacityRange`), and the one we choose among them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SizeRange {
+    required: Bytes,
+    limit: Option<Bytes>,
+    chosen: Bytes,
+}
+
+/// A range of sizes that no volume can have.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RangeError {
+    /// Neither bound is set.
+    #[error("capacity_range: required_bytes and limit_bytes are both 0; set at least one")]
+    Empty,
+    /// A bound is below zero.
+    #[error("capacity_range: {field} is {value}, below 0")]
+    Negative {
+        /// Which bound.
+        field: &'static str,
+        /// What was given.
+        value: i64,
+    },
+    /// The bounds are the wrong way round.
+    #[error("capacity_range: required_bytes {required} is more than limit_bytes {limit}")]
+    Reversed {
+        /// The lower bound.
+        required: i64,
+        /// The upper bound.
+        limit: i64,
+    },
+    /// No multiple of the grain lies within the bounds.
+    #[error(
+        "capacity_range: no multiple of 4096 lies from required_bytes {required} to limit_bytes {limit}"
+    )]
+    NoneFits {
+        /// The lower bound.
+        required: i64,
+        /// The upper bound.
+        limit: i64,
+    },
+}
+
+impl SizeRange {
+    /// Any size will do.
+    pub const ANY: Self = Self { required: Bytes::ZERO, limit: None, chosen: DEFAULT_SIZE };
+
+    /// The range with these bounds, 0 meaning unset, and the smallest size within it (the default
+    /// size where only an upper bound is set).
+    pub fn new(required: i64, limit: i64) -> Result<Self, RangeError> {
+        let negative = |field| move |value| RangeError::Negative { field, value };
+        let floor = Bytes::try_from(required).map_err(|_| negative("required_bytes")(required))?;
+        let ceiling = Bytes::try_from(limit).map_err(|_| negative("limit_bytes")(limit))?;
+        let limited = (limit > 0).then_some(ceiling);
+        let none_fits = || RangeError::NoneFits { required, limit };
+        let chosen = match limited {
+            None if required == 0 => return Err(RangeError::Empty),
+            Some(_) if required > limit => return Err(RangeError::Reversed { required, limit }),
+            Some(most) if required == 0 => DEFAULT_SIZE.min(most.round_down(GRAIN)),
+            _ => floor.round_up(GRAIN).ok_or_else(none_fits)?,
+        };
+        if chosen == Bytes::ZERO || i64::try_from(chosen.count()).is_err() {
+            return Err(none_fits());
+        }
+        if limited.is_some_and(|most| chosen > most) {
+            return Err(none_fits());
+        }
+        Ok(Self { required: floor, limit: limited, chosen })
+    }
+
+    /// The size that a new volume gets.
+    pub fn chosen(&self) -> Bytes {
+        self.chosen
+    }
+
+    /// Whether a volume of `size` would do.
+    pub fn accepts(&self, size: Bytes) -> bool {
+        size >= self.required && self.limit.is_none_or(|limit| size <= limit)
+    }
+}
+
+#[cfg(test)]
+mod test {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn parameters(given: &[(&str, &str)]) -> Result<Parameters, ParameterError> {
+        let given: BTreeMap<_, _> =
+            given.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+        given.try_into()
+    }
+
+    #[test]
+    fn what_the_provisioner_adds_is_no_parameter_of_ours() {
+        let plain = parameters(&[("pool", "fast"), ("publish", "vhost-user")]).unwrap();
+        let with_more = parameters(&[
+            ("pool", "fast"),
+            ("publish", "vhost-user"),
+            ("csi.storage.k8s.io/pvc/name", "db-0"),
+        ]);
+        assert_eq!(plain.pool().map(PoolName::as_str), Some("fast"));
+        assert_eq!(Ok(plain), with_more);
+    }
+
+    #[test]
+    fn a_parameter_that_is_not_served_is_named_with_its_value() {
+        for (key, value, text) in [
+            ("Pool", "a", "unknown key \"Pool\""),
+            ("publish", "filesystem", "publish is \"filesystem\""),
+            ("format", "qcow2", "format is \"qcow2\""),
+        ] {
+            let error = parameters(&[(key, value)]).unwrap_err();
+            assert!(error.to_string().contains(text), "{error}");
+        }
+        assert!(matches!(parameters(&[("pool", "../x")]), Err(ParameterError::Pool(_))));
+    }
+
+    #[test]
+    fn the_smallest_size_that_will_do_is_chosen() {
+        for (required, limit, size) in [
+            (1, 0, 4096),
+            (1 << 30, 0, 1 << 30),
+            ((1 << 30) + 1, 0, (1 << 30) + 4096),
+            (0, 8192, 8192),
+            (0, 1 << 40, 1 << 30),
+            (4096, 4096, 4096),
+        ] {
+            let range = SizeRange::new(required, limit).unwrap();
+            assert_eq!(range.chosen().count(), size, "{required} {limit}");
+        }
+    }
+
+    #[test]
+    fn a_range_without_a_size_in_it_is_refused_with_its_bounds() {
+        for (required, limit, text) in [
+            (0, 0, "both 0"),
+            (-1, 0, "required_bytes is -1"),
+            (0, -5, "limit_bytes is -5"),
+            (2, 1, "required_bytes 2 is more than limit_bytes 1"),
+            (1, 4095, "no multiple"),
+            (0, 100, "no multiple"),
+            (i64::MAX, 0, "no multiple"),
+        ] {
+            let error = SizeRange::new(required, limit).unwrap_err();
+            assert!(error.to_string().contains(text), "{error}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_chosen_size_lies_in_its_range(required: i64, limit: i64) {
+            if let Ok(range) = SizeRange::new(required, limit) {
+                prop_assert!(range.accepts(range.chosen()));
+                prop_assert_eq!(range.chosen().count() % 4096, 0);
+            }
+        }
+    }
+}
