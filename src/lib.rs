@@ -25,6 +25,8 @@
 mod chain;
 mod crash;
 pub mod pool;
+pub mod run;
 pub mod store;
+pub mod supervisor;
 pub mod units;
 pub mod volume;

@@ -1,0 +1,227 @@
+//! The run directory: what must outlive the driver but not a reboot.
+//!
+//! Owns the paths in it and nothing else; who writes which file is said here.
+//!
+//! ```text
+//! RUN/boot                    the boot it belongs to; after a reboot all else is stale   (node)
+//! RUN/supervisor.sock .lock .log                                                   (supervisor)
+//! RUN/<key>/attachment.json   what is staged and published where                         (node)
+//! RUN/<key>/lock              locked by the daemon for as long as it lives         (supervisor)
+//! RUN/<key>/daemon.log        its standard error, the last of it                   (supervisor)
+//! RUN/<key>/qmp.sock dbg.sock monitors: the driver's own, and one for people           (daemon)
+//! RUN/<key>/export/           the directory that is published: vhost.sock              (daemon)
+//! ```
+
+use crate::volume::RunKey;
+use std::{
+    fs, io,
+    os::unix::fs::DirBuilderExt as _,
+    path::{Path, PathBuf},
+};
+
+/// The longest path a Unix socket can have, in bytes (facts/qsd.md section 1).
+const LONGEST_SOCKET: usize = 107;
+
+/// What keeps a directory from being a run directory.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Sockets below it would have paths that are too long.
+    #[error(
+        "run-dir {} is {} bytes too long: a socket path has at most {LONGEST_SOCKET} bytes",
+        dir.display(),
+        excess
+    )]
+    TooLong {
+        /// The directory.
+        dir: PathBuf,
+        /// By how much.
+        excess: usize,
+    },
+    /// The file system refused.
+    #[error("run-dir {}", dir.display())]
+    Io {
+        /// The directory.
+        dir: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+}
+
+/// A run directory that exists and whose paths are short enough.
+#[derive(Clone, Debug)]
+pub struct RunDir(PathBuf);
+
+impl RunDir {
+    /// Makes the directory if need be, and checks that sockets fit below it.
+    pub fn open(dir: &Path) -> Result<Self, Error> {
+        let fail = |source| Error::Io { dir: dir.to_owned(), source };
+        make_dir(dir).map_err(fail)?;
+        let run = Self(dir.canonicalize().map_err(fail)?);
+        let longest = run.0.join("012345678901/export/vhost.sock").as_os_str().len();
+        match longest.checked_sub(LONGEST_SOCKET) {
+            None | Some(0) => Ok(run),
+            Some(excess) => Err(Error::TooLong { dir: dir.to_owned(), excess }),
+        }
+    }
+
+    /// The directory itself.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// Where the boot is noted that this directory belongs to.
+    pub fn boot(&self) -> PathBuf {
+        self.0.join("boot")
+    }
+
+    /// Where the supervisor listens.
+    pub fn supervisor_socket(&self) -> PathBuf {
+        self.0.join("supervisor.sock")
+    }
+
+    /// What a supervisor locks while it lives.
+    pub fn supervisor_lock(&self) -> PathBuf {
+        self.0.join("supervisor.lock")
+    }
+
+    /// What a supervisor has to say.
+    pub fn supervisor_log(&self) -> PathBuf {
+        self.0.join("supervisor.log")
+    }
+
+    /// The part of one volume.
+    pub fn volume(&self, key: &RunKey) -> VolumeDir {
+        VolumeDir(self.0.join(key.as_str()))
+    }
+
+    /// The parts that exist.
+    pub fn keys(&self) -> io::Result<Vec<RunKey>> {
+        let mut keys = Vec::new();
+        for entry in fs::read_dir(&self.0)? {
+            let name = entry?.file_name();
+            keys.extend(name.to_str().and_then(|name| name.parse::<RunKey>().ok()));
+        }
+        Ok(keys)
+    }
+}
+
+/// The part of the run directory that belongs to one volume.
+#[derive(Clone, Debug)]
+pub struct VolumeDir(PathBuf);
+
+impl VolumeDir {
+    /// The directory itself.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// Whether there is one.
+    pub fn exists(&self) -> bool {
+        self.0.exists()
+    }
+
+    /// What is staged and published.
+    pub fn attachment(&self) -> PathBuf {
+        self.0.join("attachment.json")
+    }
+
+    /// Locked by the daemon while it lives.
+    pub fn lock(&self) -> PathBuf {
+        self.0.join("lock")
+    }
+
+    /// The last of what the daemon said on its standard error.
+    pub fn log(&self) -> PathBuf {
+        self.0.join("daemon.log")
+    }
+
+    /// The monitor of the driver.
+    pub fn monitor(&self) -> PathBuf {
+        self.0.join("qmp.sock")
+    }
+
+    /// The monitor for people.
+    pub fn debug_monitor(&self) -> PathBuf {
+        self.0.join("dbg.sock")
+    }
+
+    /// The directory that is published.
+    pub fn export(&self) -> PathBuf {
+        self.0.join("export")
+    }
+
+    /// The socket of the vhost-user-blk export.
+    pub fn vhost_socket(&self) -> PathBuf {
+        self.export().join("vhost.sock")
+    }
+
+    /// Makes the directory and the one to publish.
+    ///
+    /// Only the published one can be entered by others: a VM does not run as root.
+    pub fn create(&self) -> io::Result<()> {
+        make_dir(&self.0)?;
+        fs::DirBuilder::new().recursive(true).mode(0o755).create(self.export())
+    }
+
+    /// Removes the sockets of a daemon that is gone, so that nobody connects to nothing.
+    pub fn remove_sockets(&self) -> io::Result<()> {
+        [self.monitor(), self.debug_monitor(), self.vhost_socket()].iter().try_for_each(remove)
+    }
+
+    /// Removes all of it, the record first. What is not ours stays, and is an error.
+    pub fn remove(&self) -> io::Result<()> {
+        remove(&self.attachment())?;
+        self.remove_sockets()?;
+        remove(&self.log())?;
+        remove(&self.lock())?;
+        remove_dir(&self.export())?;
+        remove_dir(&self.0)
+    }
+}
+
+fn make_dir(dir: &Path) -> io::Result<()> {
+    fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)
+}
+
+fn remove(path: &PathBuf) -> io::Result<()> {
+    fs::remove_file(path).or_else(gone)
+}
+
+fn remove_dir(path: &Path) -> io::Result<()> {
+    fs::remove_dir(path).or_else(gone)
+}
+
+/// What is gone is as removed as can be.
+fn gone(error: io::Error) -> io::Result<()> {
+    if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) }
+}
+
+#[cfg(test)]
+mod test {
+    use super::*;
+
+    #[test]
+    fn a_directory_too_deep_for_sockets_is_refused_by_how_much() {
+        let scratch = tempfile::tempdir().unwrap();
+        let deep = scratch.path().join("d".repeat(107 - 31 - scratch.path().as_os_str().len()));
+        assert!(matches!(RunDir::open(&deep), Err(Error::TooLong { excess: 1, .. })));
+        let deep = scratch.path().join("d".repeat(107 - 32 - scratch.path().as_os_str().len()));
+        assert!(RunDir::open(&deep).is_ok());
+    }
+
+    #[test]
+    fn the_part_of_a_volume_goes_whole_and_a_foreign_file_stays() {
+        let scratch = tempfile::tempdir().unwrap();
+        let run = RunDir::open(scratch.path()).unwrap();
+        let volume = run.volume(&"0123456789ab".parse().unwrap());
+        volume.create().unwrap();
+        fs::File::create(volume.vhost_socket()).unwrap();
+        fs::File::create(volume.export().join("foreign")).unwrap();
+        assert_eq!(run.keys().unwrap().len(), 1);
+        volume.remove().unwrap_err();
+        fs::remove_file(volume.export().join("foreign")).unwrap();
+        volume.remove().unwrap();
+        volume.remove().unwrap();
+        assert!(run.keys().unwrap().is_empty());
+    }
+}

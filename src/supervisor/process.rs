@@ -1,0 +1,232 @@
+//! One daemon as a process: started or found, watched, signalled, its log kept short.
+
+use super::protocol::{Signal, Spawn};
+use crate::{
+    run::{RunDir, VolumeDir},
+    volume::RunKey,
+};
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    io::Errno,
+    process::{Pid, PidfdFlags, pidfd_open, pidfd_send_signal},
+};
+use std::{
+    fs::{self, File, OpenOptions},
+    io::{self, Read as _, Seek as _, SeekFrom, Write as _},
+    os::{
+        fd::{AsFd as _, OwnedFd},
+        unix::fs::OpenOptionsExt as _,
+        unix::process::ExitStatusExt as _,
+    },
+    path::Path,
+    process::{ExitStatus, Stdio},
+    sync::Arc,
+};
+use tokio::{
+    process::{Child, Command},
+    sync::oneshot,
+};
+
+/// A log longer than this is cut to half of it.
+const LONGEST_LOG: u64 = 64 << 10;
+
+/// How much of a log a report quotes at most.
+const QUOTE: u64 = 400;
+
+/// A running daemon. A pidfd stands for it, so that no signal meets a stranger with its pid.
+#[derive(Clone, Debug)]
+pub(super) struct Handle {
+    pub(super) pid: i32,
+    pidfd: Arc<OwnedFd>,
+}
+
+/// The end of a daemon that is our child has a status; that of an adopted one has none.
+pub(super) enum Ending {
+    Child(Child),
+    Adopted(oneshot::Receiver<()>),
+}
+
+/// Starts a daemon that holds the lock of its directory until it ends.
+pub(super) fn spawn(spawn: &Spawn, dir: &VolumeDir) -> io::Result<(Handle, Ending)> {
+    let lock = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(dir.lock())?;
+    if lock.try_lock().is_err() {
+        let text = format!("{}: a daemon runs here already", dir.lock().display());
+        return Err(io::Error::new(io::ErrorKind::AlreadyExists, text));
+    }
+    dir.remove_sockets()?;
+    let log = open_log(&dir.log())?;
+    // Standard input is the lock: `flock` belongs to the open file, which the daemon now shares.
+    let child = Command::new(&spawn.program)
+        .args(&spawn.arguments)
+        .stdin(Stdio::from(lock))
+        .stdout(Stdio::from(log.try_clone()?))
+        .stderr(Stdio::from(log))
+        .process_group(0)
+        .kill_on_drop(false)
+        .spawn()
+        .map_err(|error| {
+            io::Error::new(error.kind(), format!("{}: {error}", spawn.program.display()))
+        })?;
+    let pid = child.id().and_then(|pid| i32::try_from(pid).ok());
+    let pid = pid.expect("a child that nobody waited for has a pid");
+    Ok((Handle::open(pid)?, Ending::Child(child)))
+}
+
+/// The daemons that an earlier supervisor of this run directory left running: the processes whose
+/// standard input is the lock of one of its parts.
+pub(super) fn find(run: &RunDir) -> io::Result<Vec<(RunKey, Handle, Ending)>> {
+    let keys = run.keys()?;
+    let key_of = |pid: i32| {
+        let lock = fs::read_link(format!("/proc/{pid}/fd/0")).ok()?;
+        keys.iter().find(|key| run.volume(key).lock() == lock).cloned()
+    };
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/proc")? {
+        let name = entry?.file_name();
+        let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else { continue };
+        let Some(key) = key_of(pid) else { continue };
+        // Looked at again once the pidfd holds the process: it may have ended in between.
+        if let Ok(handle) = Handle::open(pid)
+            && key_of(pid).as_ref() == Some(&key)
+        {
+            found.push((key, handle));
+        }
+    }
+    Ok(await_ends(found))
+}
+
+/// Has the ends of daemons that are not our children awaited, by one thread for all of them.
+fn await_ends(found: Vec<(RunKey, Handle)>) -> Vec<(RunKey, Handle, Ending)> {
+    let mut waited_for = Vec::new();
+    let mut adopted = Vec::new();
+    for (key, handle) in found {
+        let (ended, end) = oneshot::channel();
+        waited_for.push((handle.pidfd.clone(), ended));
+        adopted.push((key, handle, Ending::Adopted(end)));
+    }
+    std::thread::spawn(move || {
+        while !waited_for.is_empty() {
+            let mut fds: Vec<_> =
+                waited_for.iter().map(|(pidfd, _)| PollFd::new(pidfd, PollFlags::IN)).collect();
+            if let Err(error) = poll(&mut fds, None)
+                && error != Errno::INTR
+            {
+                tracing::error!(%error, "waiting for adopted daemons");
+                return; // dropping the senders tells of an end, and the driver looks for itself
+            }
+            let ended: Vec<_> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+            let mut ended = ended.into_iter();
+            // Dropping the sender is the message.
+            waited_for.retain(|_| ended.next() != Some(true));
+        }
+    });
+    adopted
+}
+
+impl Handle {
+    fn open(pid: i32) -> io::Result<Self> {
+        let raw = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
+        let pidfd = Arc::new(pidfd_open(raw, PidfdFlags::empty())?);
+        Ok(Self { pid, pidfd })
+    }
+
+    pub(super) fn signal(&self, signal: Signal) -> io::Result<()> {
+        let signal = match signal {
+            Signal::Terminate => rustix::process::Signal::TERM,
+            Signal::Kill => rustix::process::Signal::KILL,
+        };
+        match pidfd_send_signal(self.pidfd.as_fd(), signal) {
+            Err(Errno::SRCH) | Ok(()) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Waits for the end, and says how it was.
+    pub(super) async fn ended(ending: Ending, log: &Path) -> String {
+        let how = match ending {
+            Ending::Child(mut child) => match child.wait().await {
+                Ok(status) => describe(status),
+                Err(error) => format!("ended, and nobody can tell how: {error}"),
+            },
+            Ending::Adopted(end) => {
+                _ = end.await;
+                "ended".to_owned()
+            }
+        };
+        match last_line(log) {
+            Some(line) => format!("{how}; it said: {line}"),
+            None => how,
+        }
+    }
+}
+
+fn describe(status: ExitStatus) -> String {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("exit code {code}"),
+        (None, Some(signal)) => format!("killed by signal {signal}"),
+        (None, None) => status.to_string(),
+    }
+}
+
+fn open_log(path: &Path) -> io::Result<File> {
+    trim_log(path)?;
+    OpenOptions::new().create(true).append(true).mode(0o600).open(path)
+}
+
+/// Cuts a log that has grown too long to its last part. The daemon appends, so it goes on behind.
+pub(super) fn trim_log(path: &Path) -> io::Result<()> {
+    let mut log = match OpenOptions::new().read(true).append(true).open(path) {
+        Ok(log) => log,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    let length = log.metadata()?.len();
+    if length <= LONGEST_LOG {
+        return Ok(());
+    }
+    let tail = read_from(&mut log, length - LONGEST_LOG / 2, LONGEST_LOG / 2)?;
+    log.set_len(0)?;
+    log.write_all(&tail)
+}
+
+fn read_from(log: &mut File, start: u64, most: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    log.seek(SeekFrom::Start(start))?;
+    log.take(most).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+fn last_line(path: &Path) -> Option<String> {
+    let mut log = File::open(path).ok()?;
+    let start = log.metadata().ok()?.len().saturating_sub(QUOTE);
+    let tail = read_from(&mut log, start, QUOTE).ok()?;
+    let text = String::from_utf8_lossy(&tail);
+    text.lines().next_back().map(str::trim).filter(|line| !line.is_empty()).map(str::to_owned)
+}
+
+#[cfg(test)]
+mod test {
+    use super::*;
+
+    #[test]
+    fn a_log_stays_short_and_keeps_its_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("daemon.log");
+        trim_log(&path).unwrap();
+        let mut log = open_log(&path).unwrap();
+        for line in 0..20_000 {
+            writeln!(log, "line {line}").unwrap();
+        }
+        trim_log(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().len(), LONGEST_LOG / 2);
+        writeln!(log, "the end").unwrap();
+        assert_eq!(last_line(&path).as_deref(), Some("the end"));
+        assert_eq!(fs::metadata(&path).unwrap().len(), LONGEST_LOG / 2 + 8);
+    }
+}

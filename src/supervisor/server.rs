@@ -1,0 +1,295 @@
+//! The supervisor process.
+
+use super::{
+    process::{self, Ending, Handle},
+    protocol::{
+        Exit, Greeting, LONGEST_LINE, Process, Reply, Request, Signal, Spawn, State, VERSION,
+    },
+};
+use crate::{run::RunDir, volume::RunKey};
+use anyhow::Context as _;
+use futures_util::SinkExt as _;
+use rustix::{fs::Mode, process::umask};
+use std::{
+    collections::BTreeMap,
+    fs::{self, File, OpenOptions},
+    io,
+    os::unix::fs::OpenOptionsExt as _,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+use tokio::{
+    net::{UnixListener, UnixStream},
+    signal::unix::{SignalKind, signal},
+    sync::broadcast,
+    time::{Instant, interval, sleep},
+};
+use tokio_stream::StreamExt as _;
+use tokio_util::codec::{Framed, LinesCodec};
+use tracing::{debug, info, warn};
+
+/// How long it waits for its predecessor, which lets go within milliseconds of its end.
+const PREDECESSOR: Duration = Duration::from_secs(5);
+
+/// How long it stays without a daemon and a client: a driver that restarts is back by then.
+const IDLE: Duration = Duration::from_secs(5);
+
+/// How often it looks whether it is idle, and whether a log is too long.
+const ROUND: Duration = Duration::from_secs(1);
+
+/// Exits that a slow watcher may fall behind; one that falls further is told to list again.
+const EXITS: usize = 1024;
+
+/// Files and sockets of a daemon get mode 0660 (facts/qsd.md section 1). The supervisor makes no
+/// directories, which would need the execute bits.
+const UMASK: u32 = 0o117;
+
+#[derive(Clone)]
+struct Supervisor {
+    run: RunDir,
+    daemons: Arc<Mutex<BTreeMap<RunKey, Daemon>>>,
+    exits: broadcast::Sender<Exit>,
+    clients: Arc<AtomicUsize>,
+}
+
+enum Daemon {
+    Running(Handle),
+    Exited { pid: i32, how: String },
+}
+
+/// Counts a client for as long as it is connected.
+struct Connected(Arc<AtomicUsize>);
+
+/// Runs a supervisor on this run directory until it is idle or told to end by SIGTERM.
+///
+/// Ending leaves the daemons running.
+pub async fn run(run: RunDir) -> anyhow::Result<()> {
+    _ = rustix::process::setsid(); // already so where a service manager started it
+    umask(Mode::from_raw_mode(UMASK));
+    let _lock = lock(&run).await?;
+    let socket = run.supervisor_socket();
+    let (exits, _) = broadcast::channel(EXITS);
+    let supervisor =
+        Supervisor { run, daemons: Arc::default(), exits, clients: Arc::new(AtomicUsize::new(0)) };
+    supervisor.adopt()?;
+    _ = fs::remove_file(&socket); // a predecessor's: we hold the lock
+    let listener = UnixListener::bind(&socket).context(socket.display().to_string())?;
+    info!(run_dir = %supervisor.run.path().display(), "supervising");
+    let served = supervisor.serve(&listener).await;
+    _ = fs::remove_file(&socket);
+    served
+}
+
+async fn lock(run: &RunDir) -> anyhow::Result<File> {
+    let path = run.supervisor_lock();
+    let lock = OpenOptions::new().create(true).append(true).mode(0o600).open(&path)?;
+    let deadline = Instant::now() + PREDECESSOR;
+    while lock.try_lock().is_err() {
+        anyhow::ensure!(Instant::now() < deadline, "{} is taken", path.display());
+        sleep(Duration::from_millis(5)).await;
+    }
+    Ok(lock)
+}
+
+impl Supervisor {
+    async fn serve(&self, listener: &UnixListener) -> anyhow::Result<()> {
+        let mut terminate = signal(SignalKind::terminate())?;
+        let mut round = interval(ROUND);
+        let mut idle_since = None;
+        loop {
+            tokio::select! {
+                _ = terminate.recv() => break,
+                accepted = listener.accept() => match accepted {
+                    Ok((stream, _)) => drop(tokio::spawn(self.clone().client(stream))),
+                    Err(error) => warn!(%error, "accepting"),
+                },
+                _ = round.tick() => {
+                    self.trim_logs();
+                    let since = *idle_since.get_or_insert_with(Instant::now);
+                    match self.is_idle() {
+                        true if since.elapsed() >= IDLE => break,
+                        true => {}
+                        false => idle_since = None,
+                    }
+                }
+            }
+        }
+        info!("ending");
+        Ok(())
+    }
+
+    fn is_idle(&self) -> bool {
+        let running = |daemon: &Daemon| matches!(daemon, Daemon::Running(_));
+        self.clients.load(Ordering::SeqCst) == 0 && !self.daemons().values().any(running)
+    }
+
+    fn trim_logs(&self) {
+        for key in self.daemons().keys() {
+            if let Err(error) = process::trim_log(&self.run.volume(key).log()) {
+                warn!(%key, %error, "cutting a log");
+            }
+        }
+    }
+
+    async fn client(self, stream: UnixStream) {
+        let _connected = Connected::new(&self.clients);
+        let lines = LinesCodec::new_with_max_length(LONGEST_LINE);
+        if let Err(error) = self.converse(Framed::new(stream, lines)).await {
+            debug!(%error, "a client broke off");
+        }
+    }
+
+    async fn converse(&self, mut lines: Framed<UnixStream, LinesCodec>) -> anyhow::Result<()> {
+        let pid = rustix::process::getpid().as_raw_nonzero().get();
+        send(&mut lines, &Greeting { version: VERSION, pid }).await?;
+        while let Some(line) = lines.next().await {
+            let reply = match serde_json::from_str(&line?) {
+                Ok(Request::Watch) => return self.report(lines).await,
+                Ok(Request::Wait(key)) => self.end_of(&key).await,
+                Ok(request) => self.answer(request),
+                Err(error) => Reply::Refused(format!("no request: {error}")),
+            };
+            send(&mut lines, &reply).await?;
+        }
+        Ok(())
+    }
+
+    fn answer(&self, request: Request) -> Reply {
+        let done = |outcome: io::Result<()>| match outcome {
+            Ok(()) => Reply::Done,
+            Err(error) => Reply::Refused(error.to_string()),
+        };
+        match request {
+            Request::Spawn(spawn) => match self.spawn(&spawn) {
+                Ok(pid) => Reply::Spawned { pid },
+                Err(error) => Reply::Refused(error.to_string()),
+            },
+            Request::List => Reply::List(self.list()),
+            Request::Signal { key, signal } => done(self.signal(&key, signal)),
+            Request::Forget(key) => done(self.forget(&key)),
+            // These two take their time and are answered where the connection is.
+            Request::Watch | Request::Wait(_) => Reply::Done,
+        }
+    }
+
+    /// Waits until the daemon does not run.
+    async fn end_of(&self, key: &RunKey) -> Reply {
+        loop {
+            let mut exits = self.exits.subscribe(); // before the look, or the end could slip by
+            if !matches!(self.daemons().get(key), Some(Daemon::Running(_))) {
+                return Reply::Done;
+            }
+            _ = exits.recv().await; // whoever ended, or many at once: look again
+        }
+    }
+
+    /// Sends every exit from now on, until the client goes.
+    async fn report(&self, mut lines: Framed<UnixStream, LinesCodec>) -> anyhow::Result<()> {
+        let mut exits = self.exits.subscribe();
+        send(&mut lines, &Reply::Done).await?;
+        loop {
+            tokio::select! {
+                // One that fell too far behind is let go: it connects again, and lists.
+                exit = exits.recv() => send(&mut lines, &exit?).await?,
+                line = lines.next() => match line {
+                    None => return Ok(()),
+                    Some(line) => drop(line?),
+                },
+            }
+        }
+    }
+
+    fn spawn(&self, spawn: &Spawn) -> io::Result<i32> {
+        let (handle, ending) = process::spawn(spawn, &self.run.volume(&spawn.key))?;
+        let pid = handle.pid;
+        info!(key = %spawn.key, pid, "started");
+        self.watch(spawn.key.clone(), handle, ending);
+        Ok(pid)
+    }
+
+    fn adopt(&self) -> io::Result<()> {
+        for (key, handle, ending) in process::find(&self.run)? {
+            info!(%key, pid = handle.pid, "adopted");
+            self.watch(key, handle, ending);
+        }
+        Ok(())
+    }
+
+    /// Keeps the daemon in the books, and reports its end.
+    fn watch(&self, key: RunKey, handle: Handle, ending: Ending) {
+        let pid = handle.pid;
+        self.daemons().insert(key.clone(), Daemon::Running(handle));
+        let supervisor = self.clone();
+        tokio::spawn(async move {
+            let how = Handle::ended(ending, &supervisor.run.volume(&key).log()).await;
+            info!(%key, pid, how, "ended");
+            supervisor.note_end(&key, pid, &how);
+            _ = supervisor.exits.send(Exit { key, pid, how }); // nobody watching is fine
+        });
+    }
+
+    fn note_end(&self, key: &RunKey, pid: i32, how: &str) {
+        let mut daemons = self.daemons();
+        // Unless another one runs under this key already.
+        if let Some(Daemon::Running(handle)) = daemons.get(key)
+            && handle.pid == pid
+        {
+            daemons.insert(key.clone(), Daemon::Exited { pid, how: how.to_owned() });
+        }
+    }
+
+    fn list(&self) -> Vec<Process> {
+        let tell = |(key, daemon): (&RunKey, &Daemon)| {
+            let (pid, state) = match daemon {
+                Daemon::Running(handle) => (handle.pid, State::Running),
+                Daemon::Exited { pid, how } => (*pid, State::Exited(how.clone())),
+            };
+            Process { key: key.clone(), pid, state }
+        };
+        self.daemons().iter().map(tell).collect()
+    }
+
+    fn signal(&self, key: &RunKey, signal: Signal) -> io::Result<()> {
+        match self.daemons().get(key) {
+            Some(Daemon::Running(handle)) => handle.signal(signal),
+            Some(Daemon::Exited { .. }) | None => Ok(()),
+        }
+    }
+
+    fn forget(&self, key: &RunKey) -> io::Result<()> {
+        let mut daemons = self.daemons();
+        if let Some(Daemon::Running(handle)) = daemons.get(key) {
+            let text = format!("daemon {key} still runs as {}", handle.pid);
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, text));
+        }
+        daemons.remove(key);
+        Ok(())
+    }
+
+    fn daemons(&self) -> MutexGuard<'_, BTreeMap<RunKey, Daemon>> {
+        self.daemons.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+async fn send<T: serde::Serialize>(
+    lines: &mut Framed<UnixStream, LinesCodec>,
+    message: &T,
+) -> anyhow::Result<()> {
+    Ok(lines.send(serde_json::to_string(message)?).await?)
+}
+
+impl Connected {
+    fn new(clients: &Arc<AtomicUsize>) -> Self {
+        clients.fetch_add(1, Ordering::SeqCst);
+        Self(clients.clone())
+    }
+}
+
+impl Drop for Connected {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
