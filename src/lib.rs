@@ -25,6 +25,7 @@
 mod chain;
 mod crash;
 pub mod pool;
+pub mod qsd;
 pub mod run;
 pub mod store;
 pub mod supervisor;

@@ -1,0 +1,12 @@
+//! qemu-storage-daemon: its monitor, the block graph it is told to build, and its life.
+//!
+//! Owns everything that is said to a daemon. A `Launch` is what one needs to have a daemon; a
+//! `Daemon` is held only after its graph stood and its export was open.
+
+mod daemon;
+mod graph;
+mod monitor;
+
+pub use daemon::{Daemon, Error, Launch};
+pub use graph::QUEUES;
+pub use monitor::{Command, Error as MonitorError, Monitor};

@@ -1,0 +1,223 @@
+//! The life of one daemon: started with its graph, found again, ended.
+//!
+//! ```text
+//! Launch -- start --> process -- handshake --> graph, export --> Daemon -- stop --> (gone)
+//!    |                   |            |               |             ^
+//!    |                   +-- ends, hangs, or is deaf -+             |
+//!    |                   v                                          |
+//!    +---------------- killed, and once more (ATTEMPTS)             |
+//!    +-- adopt: it runs already; its export is looked for ----------+
+//! ```
+
+use super::{
+    Command, Monitor, graph,
+    monitor::{self, HANDSHAKE},
+};
+use crate::{
+    chain::Chain,
+    run::VolumeDir,
+    supervisor::{self, Spawn, State},
+    volume::{Layer, RunKey},
+};
+use serde_json::{Value, json};
+use std::{io, path::PathBuf, time::Duration};
+use tokio::time::{Instant, sleep, timeout};
+use tracing::warn;
+
+/// Why there is no daemon.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The supervisor could not start or end it.
+    #[error(transparent)]
+    Supervisor(#[from] supervisor::Error),
+    /// It does not answer, or says no.
+    #[error("qemu-storage-daemon")]
+    Monitor(#[from] monitor::Error),
+    /// It ended before it could serve.
+    #[error("qemu-storage-daemon ended at its start: {0}")]
+    Ended(String),
+    /// It runs, but without the export of the volume.
+    #[error("qemu-storage-daemon {0} runs without the export of the volume")]
+    Foreign(i32),
+}
+
+/// All it takes to have the daemon of one volume.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    /// Which daemon.
+    pub key: RunKey,
+    /// The qemu-storage-daemon to run.
+    pub program: PathBuf,
+    /// Its directory; exists.
+    pub dir: VolumeDir,
+    /// The layers of the volume, from the active one down.
+    pub layers: Vec<Layer>,
+}
+
+/// A daemon that serves its volume.
+#[derive(Clone, Debug)]
+pub struct Daemon {
+    monitor: Monitor,
+    pid: i32,
+    version: String,
+    since: Instant,
+}
+
+/// A daemon that loses the start-up race is deaf; one in some thousands does
+/// (facts/qsd.md section 1).
+const ATTEMPTS: u32 = 3;
+
+/// A daemon ends within 30 ms of being told (facts/qsd.md section 15); with much to flush, later.
+const FLUSH: Duration = Duration::from_secs(10);
+
+/// How often a monitor that is not there yet is tried.
+const RETRY: Duration = Duration::from_millis(1);
+
+impl Launch {
+    /// Starts the daemon, builds its graph and opens its export.
+    ///
+    /// An attempt that fails leaves no process. A refusal is final; a daemon that ends, hangs or
+    /// is deaf gets another attempt.
+    pub async fn start(&self, supervisor: &supervisor::Client) -> Result<Daemon, Error> {
+        let mut attempt = 1;
+        loop {
+            let error = match self.attempt(supervisor).await {
+                Ok(daemon) => return Ok(daemon),
+                Err(error) => error,
+            };
+            supervisor.kill(&self.key).await?;
+            if !error.may_pass() || attempt == ATTEMPTS {
+                return Err(error);
+            }
+            warn!(key = %self.key, attempt, error = %Chain(&error), "a daemon did not start well");
+            attempt += 1;
+        }
+    }
+
+    async fn attempt(&self, supervisor: &supervisor::Client) -> Result<Daemon, Error> {
+        let pid = supervisor.spawn(self.process()).await?;
+        let monitor = tokio::select! {
+            monitor = self.monitor() => monitor?,
+            end = self.end(supervisor) => return Err(end),
+        };
+        for command in graph::commands(&self.layers, &self.dir.vhost_socket()) {
+            monitor.execute(command).await?;
+        }
+        let version = version(&monitor).await?;
+        Ok(Daemon { monitor, pid, version, since: Instant::now() })
+    }
+
+    /// Takes over a daemon that runs, after a look at what it serves.
+    pub async fn adopt(&self, pid: i32) -> Result<Daemon, Error> {
+        let monitor = Monitor::connect(&self.dir.monitor()).await?;
+        let exports = monitor.execute(Command::new("query-block-exports", json!({}))).await?;
+        let ours = |export: &Value| export["id"] == graph::VHOST_USER;
+        if !exports.as_array().is_some_and(|exports| exports.iter().any(ours)) {
+            return Err(Error::Foreign(pid));
+        }
+        let version = version(&monitor).await?;
+        Ok(Daemon { monitor, pid, version, since: Instant::now() })
+    }
+
+    /// How the daemon ended, once it does.
+    async fn end(&self, supervisor: &supervisor::Client) -> Error {
+        let how = async {
+            supervisor.wait(&self.key).await?;
+            supervisor.list().await
+        };
+        let all = match how.await {
+            Ok(all) => all,
+            Err(error) => return error.into(),
+        };
+        let own = all.into_iter().find(|process| process.key == self.key);
+        Error::Ended(match own.map(|process| process.state) {
+            Some(State::Exited(how)) => how,
+            Some(State::Running) | None => "nobody saw how".to_owned(),
+        })
+    }
+
+    fn process(&self) -> Spawn {
+        let monitor = |id: &str, socket: PathBuf| {
+            let path = socket.display().to_string().replace(',', ",,"); // QEMU's own escape
+            let chardev = format!("socket,id={id},path={path},server=on,wait=off");
+            ["--chardev".to_owned(), chardev, "--monitor".to_owned(), format!("chardev={id}")]
+        };
+        let mut arguments = Vec::from(monitor("qmp", self.dir.monitor()));
+        arguments.extend(monitor("dbg", self.dir.debug_monitor()));
+        Spawn { key: self.key.clone(), program: self.program.clone(), arguments }
+    }
+
+    /// The monitor of a daemon that is just starting.
+    async fn monitor(&self) -> Result<Monitor, monitor::Error> {
+        let deadline = Instant::now() + HANDSHAKE;
+        loop {
+            match Monitor::connect(&self.dir.monitor()).await {
+                Err(monitor::Error::Connect(error))
+                    if is_not_there_yet(&error) && Instant::now() < deadline =>
+                {
+                    sleep(RETRY).await;
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+}
+
+impl Error {
+    /// Whether another attempt may end better: not after a refusal, which has a reason.
+    fn may_pass(&self) -> bool {
+        match self {
+            Self::Supervisor(_) | Self::Foreign(_) | Self::Ended(_) => false,
+            Self::Monitor(error) => match error {
+                monitor::Error::Refused { .. } => false,
+                monitor::Error::Connect(_)
+                | monitor::Error::Closed
+                | monitor::Error::Deadline { .. } => true,
+            },
+        }
+    }
+}
+
+fn is_not_there_yet(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
+}
+
+async fn version(monitor: &Monitor) -> Result<String, monitor::Error> {
+    let answer = monitor.execute(Command::new("query-version", json!({}))).await?;
+    let part = |name: &str| answer["qemu"][name].as_u64().unwrap_or_default();
+    Ok(format!("{}.{}.{}", part("major"), part("minor"), part("micro")))
+}
+
+impl Daemon {
+    /// Its process id.
+    pub fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// How long it has served since it was started or found.
+    pub fn served(&self) -> Duration {
+        self.since.elapsed()
+    }
+
+    /// The QEMU version it reports.
+    pub fn version(&self) -> &str {
+        &self.version
+    }
+
+    /// Lets it flush and end; one that does not within `FLUSH` is killed.
+    pub async fn stop(
+        &self,
+        key: &RunKey,
+        supervisor: &supervisor::Client,
+    ) -> Result<(), supervisor::Error> {
+        let quit = async {
+            // The answer is often cut off by the end of the daemon itself.
+            _ = self.monitor.execute(Command::new("quit", json!({}))).await;
+            supervisor.wait(key).await
+        };
+        if !matches!(timeout(FLUSH, quit).await, Ok(Ok(()))) {
+            warn!(%key, pid = self.pid, "a daemon did not end when told to");
+        }
+        supervisor.kill(key).await
+    }
+}
