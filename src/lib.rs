@@ -24,6 +24,7 @@
 
 mod chain;
 mod crash;
+pub mod node;
 pub mod pool;
 pub mod qsd;
 pub mod run;

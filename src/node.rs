@@ -1,0 +1,325 @@
+//! The node's side: volumes staged on this machine, each served by its daemon, and published.
+//!
+//! ```text
+//!              stage                    publish (any number of targets)
+//! (nothing) --------> Staging -> Staged <------------------------------> Staged with targets
+//!     ^                             |      unpublish
+//!     +---- daemon ends - Unstaging +
+//! ```
+//!
+//! Owns the attachments in the run directory. Promises that the driver may die at any instant: a
+//! daemon goes on without it, and the next driver takes over what it finds (`recover`). A daemon
+//! that dies is started again on the same paths. Called by the gRPC edge; whatever changes an
+//! attachment takes the volume's `Claim`.
+
+mod attachment;
+mod host;
+mod publish;
+mod recover;
+mod stage;
+
+pub use host::{Error as HostError, HostPath};
+pub use publish::Publish;
+pub use stage::Stage;
+
+use crate::{
+    qsd::{self, Daemon, Launch},
+    run::{RunDir, VolumeDir},
+    store, supervisor,
+    volume::{self, AccessMode, InFlight, NodeName, RunKey, Volume, VolumeId, Volumes},
+};
+use attachment::Attachment;
+use std::{
+    collections::HashMap,
+    io,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+
+/// Why the node said no.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The volume itself is the trouble.
+    #[error(transparent)]
+    Volume(#[from] volume::Error),
+    /// A path of the request is the trouble.
+    #[error(transparent)]
+    Host(#[from] host::Error),
+    /// The volume is not staged, or not at the path the caller believes.
+    #[error("staging_target_path: volume {volume} is not staged at {}", path.display())]
+    NotStaged {
+        /// The volume.
+        volume: VolumeId,
+        /// The path of the request.
+        path: PathBuf,
+    },
+    /// The volume is staged at another path.
+    #[error("staging_target_path: volume {volume} is staged at {} already", path.display())]
+    StagedElsewhere {
+        /// The volume.
+        volume: VolumeId,
+        /// Where it is staged.
+        path: PathBuf,
+    },
+    /// The volume is staged for another use.
+    #[error("volume_capability: volume {volume} is staged as {}, not {}", is.as_str(), asked.as_str())]
+    StagedOtherwise {
+        /// The volume.
+        volume: VolumeId,
+        /// How it is staged.
+        is: AccessMode,
+        /// How it was asked for.
+        asked: AccessMode,
+    },
+    /// The volume is published, and this call would pull it away or share it.
+    #[error("volume {volume} is published at {}; unpublish it there first", target.display())]
+    Published {
+        /// The volume.
+        volume: VolumeId,
+        /// Where it is published.
+        target: PathBuf,
+    },
+    /// The volume is staged, and this call would pull it away.
+    #[error("volume {volume} is staged at {}; unstage it first", path.display())]
+    Staged {
+        /// The volume.
+        volume: VolumeId,
+        /// Where it is staged.
+        path: PathBuf,
+    },
+    /// The path is not one of the volume's.
+    #[error("volume_path: volume {volume} is not at {}", path.display())]
+    NotAt {
+        /// The volume.
+        volume: VolumeId,
+        /// The path of the request.
+        path: PathBuf,
+    },
+    /// The daemon of the volume cannot be had.
+    #[error("storage daemon of volume {volume}")]
+    Daemon {
+        /// The volume.
+        volume: VolumeId,
+        /// Why not.
+        source: qsd::Error,
+    },
+    /// The record of what is staged cannot be kept.
+    #[error("attachment of volume {volume}")]
+    Store {
+        /// The volume.
+        volume: VolumeId,
+        /// Why not.
+        source: store::Error,
+    },
+    /// The record of something staged makes no sense, so nobody knows of what.
+    #[error("attachment {key}")]
+    Attachment {
+        /// The volume's part of the run directory.
+        key: RunKey,
+        /// What is wrong with it.
+        source: store::Error,
+    },
+    /// The note of which boot the run directory belongs to cannot be kept.
+    #[error("run-dir")]
+    Boot {
+        /// Why not.
+        source: store::Error,
+    },
+    /// The run directory refuses.
+    #[error("run-dir {}", path.display())]
+    Run {
+        /// The run directory, or the volume's part of it.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// No supervisor can be had.
+    #[error(transparent)]
+    Supervisor(#[from] supervisor::Error),
+}
+
+/// Where a node keeps its things and what it runs.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The name of the node.
+    pub name: NodeName,
+    /// The run directory.
+    pub run: RunDir,
+    /// The qemu-storage-daemon to run.
+    pub qsd: PathBuf,
+    /// This program, to be started as supervisor.
+    pub program: PathBuf,
+}
+
+/// The node. Clones are the same node.
+#[derive(Clone, Debug)]
+pub struct Node {
+    config: Arc<Config>,
+    volumes: Arc<Volumes>,
+    supervisor: supervisor::Client,
+    claims: InFlight,
+    attached: Arc<Mutex<HashMap<VolumeId, Attached>>>,
+    tasks: TaskTracker,
+    stop: CancellationToken,
+}
+
+/// A staged volume, and what became of its daemon.
+#[derive(Clone, Debug)]
+struct Attached {
+    attachment: Attachment,
+    service: Service,
+    /// How often its daemon was started again since the driver started.
+    restarts: u64,
+    /// How often in a row it died soon after it was started.
+    hasty_ends: u32,
+}
+
+#[derive(Clone, Debug)]
+enum Service {
+    Up(Daemon),
+    Down { reason: String },
+}
+
+/// What a person wants to know of a staged volume.
+#[derive(Clone, Debug)]
+pub struct Attachments {
+    /// Where it is staged.
+    pub staging_path: PathBuf,
+    /// Where it is published.
+    pub targets: Vec<PathBuf>,
+    /// The vhost-user-blk socket itself.
+    pub socket: PathBuf,
+    /// The monitor for people.
+    pub monitor: PathBuf,
+    /// How often its daemon was started again since the driver started.
+    pub restarts: u64,
+    /// The daemon, or why there is none.
+    pub daemon: Result<Daemon, String>,
+}
+
+impl Node {
+    /// The name of the node.
+    pub fn name(&self) -> &NodeName {
+        &self.config.name
+    }
+
+    /// The volumes of the node.
+    pub fn volumes(&self) -> &Arc<Volumes> {
+        &self.volumes
+    }
+
+    /// Who works on which volume.
+    pub fn claims(&self) -> &InFlight {
+        &self.claims
+    }
+
+    /// How many daemons serve, and how many should but do not.
+    pub fn daemons(&self) -> (usize, usize) {
+        let attached = self.attached();
+        let up = attached.values().filter(|one| matches!(one.service, Service::Up(_))).count();
+        (up, attached.len() - up)
+    }
+
+    /// What is known of the attachment of a volume, if it is staged.
+    pub fn attachment(&self, volume: &VolumeId) -> Option<Attachments> {
+        let attached = self.attached().get(volume).cloned()?;
+        let dir = self.dir(volume);
+        Some(Attachments {
+            staging_path: attached.attachment.staging_path,
+            targets: attached.attachment.targets,
+            socket: dir.vhost_socket(),
+            monitor: dir.debug_monitor(),
+            restarts: attached.restarts,
+            daemon: match attached.service {
+                Service::Up(daemon) => Ok(daemon),
+                Service::Down { reason } => Err(reason),
+            },
+        })
+    }
+
+    /// An error while the volume is staged. Under the volume's claim the answer stays true.
+    pub fn refuse_staged(&self, volume: &VolumeId) -> Result<(), Error> {
+        match self.attached().get(volume) {
+            None => Ok(()),
+            Some(Attached { attachment, .. }) => {
+                Err(Error::Staged { volume: volume.clone(), path: attachment.staging_path.clone() })
+            }
+        }
+    }
+
+    /// The volume at a path where it is staged or published.
+    pub fn volume_at(&self, id: &VolumeId, path: &Path) -> Result<Volume, Error> {
+        let volume = self.volumes.find(id)?;
+        let attached = self.attached();
+        let known = attached.get(id).is_some_and(|Attached { attachment, .. }| {
+            attachment.staging_path == path || attachment.targets.iter().any(|one| one == path)
+        });
+        if known {
+            return Ok(volume);
+        }
+        Err(Error::NotAt { volume: id.clone(), path: path.to_owned() })
+    }
+
+    /// Ends what runs in the background; daemons and published volumes stay.
+    pub async fn shut_down(&self) {
+        self.stop.cancel();
+        self.tasks.close();
+        self.tasks.wait().await;
+    }
+
+    fn dir(&self, volume: &VolumeId) -> VolumeDir {
+        self.config.run.volume(&volume.run_key())
+    }
+
+    fn launch(&self, volume: &VolumeId) -> Result<Launch, Error> {
+        Ok(Launch {
+            key: volume.run_key(),
+            program: self.config.qsd.clone(),
+            dir: self.dir(volume),
+            layers: self.volumes.find(volume)?.layers(),
+        })
+    }
+
+    fn find(&self, volume: &VolumeId) -> Option<Attached> {
+        self.attached().get(volume).cloned()
+    }
+
+    /// Notes what became of an attachment, on disk first.
+    fn note(&self, next: Attachment) -> Result<(), Error> {
+        self.save(&next)?;
+        let mut attached = self.attached();
+        if let Some(one) = attached.get_mut(&next.volume) {
+            one.attachment = next;
+        }
+        Ok(())
+    }
+
+    fn save(&self, attachment: &Attachment) -> Result<(), Error> {
+        let volume = &attachment.volume;
+        let saved = attachment.save(&self.dir(volume).attachment());
+        saved.map_err(|source| Error::Store { volume: volume.clone(), source })
+    }
+
+    fn attached(&self) -> MutexGuard<'_, HashMap<VolumeId, Attached>> {
+        self.attached.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Attached {
+    fn new(attachment: Attachment, service: Service) -> Self {
+        Self { attachment, service, restarts: 0, hasty_ends: 0 }
+    }
+}
+
+impl Error {
+    fn run(path: &Path) -> impl FnOnce(io::Error) -> Self + use<> {
+        let path = path.to_owned();
+        move |source| Self::Run { path, source }
+    }
+
+    fn daemon(volume: &VolumeId) -> impl FnOnce(qsd::Error) -> Self + use<> {
+        let volume = volume.clone();
+        move |source| Self::Daemon { volume, source }
+    }
+}

@@ -1,0 +1,66 @@
+//! What is staged and published: `RUN/<key>/attachment.json`.
+//!
+//! It outlives the driver, which finds by it what it served, and not a reboot, after which nothing
+//! is staged.
+
+use crate::{
+    store::{self, Version},
+    volume::{AccessMode, VolumeId},
+};
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// One staged volume.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Attachment {
+    version: Version<1>,
+    pub(super) volume: VolumeId,
+    pub(super) staging_path: PathBuf,
+    pub(super) access: AccessMode,
+    pub(super) phase: Phase,
+    /// The target paths, each noted before it is mounted and forgotten after it is gone.
+    pub(super) targets: Vec<PathBuf>,
+}
+
+/// How far the life of an attachment has come. Only `Staged` is at rest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Phase {
+    /// Intended; nobody was told of it: start-up takes it back.
+    Staging,
+    /// Served.
+    Staged,
+    /// Its end is decided: start-up and every repeat drive it on.
+    Unstaging,
+}
+
+impl Attachment {
+    pub(super) fn new(volume: VolumeId, staging_path: PathBuf, access: AccessMode) -> Self {
+        let phase = Phase::Staging;
+        Self { version: Version, volume, staging_path, access, phase, targets: Vec::new() }
+    }
+
+    /// The same attachment, further on.
+    pub(super) fn in_phase(&self, phase: Phase) -> Self {
+        Self { phase, ..self.clone() }
+    }
+
+    /// The same attachment with one more target.
+    pub(super) fn with_target(&self, target: &Path) -> Self {
+        let mut next = self.without_target(target);
+        next.targets.push(target.to_owned());
+        next
+    }
+
+    /// The same attachment without this target.
+    pub(super) fn without_target(&self, target: &Path) -> Self {
+        let mut next = self.clone();
+        next.targets.retain(|other| other != target);
+        next
+    }
+
+    pub(super) fn save(&self, path: &Path) -> Result<(), store::Error> {
+        store::replace_volatile(path, self)
+    }
+}

@@ -1,0 +1,290 @@
+//! What a driver finds when it starts, and what it does when a daemon dies.
+//!
+//! Start-up drives every attachment to rest before the first call is served: what is staged is
+//! taken over, or started again; what was being staged is taken back; what was being unstaged is
+//! driven on. Afterwards one task watches the supervisor, and starts again what dies.
+
+use super::{
+    Attached, Config, Error, Node, Service,
+    attachment::{Attachment, Phase},
+};
+use crate::{
+    chain::Chain,
+    store, supervisor,
+    supervisor::{Process, State},
+    volume::{Claim, InFlight, RunKey, VolumeId, Volumes},
+};
+use futures_util::StreamExt as _;
+use std::{collections::HashMap, fs, sync::Arc, time::Duration};
+use tokio::time::{Instant, sleep};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tracing::{error, info, warn};
+
+/// Attachments looked at side by side at start-up: most of the time goes in waiting for daemons.
+const ABREAST: usize = 16;
+
+/// How long the first new start of a daemon waits that died soon after its last one.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+
+/// How long a new start waits at most, however often the daemon died.
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+
+/// A daemon that served this long before it died is started again at once.
+const STEADY: Duration = Duration::from_secs(1);
+
+/// How often a volume that somebody works on is asked for.
+const CLAIM_RETRY: Duration = Duration::from_millis(5);
+
+/// How long a supervisor that cannot be had is left alone.
+const SUPERVISOR_RETRY: Duration = Duration::from_secs(1);
+
+impl Node {
+    /// Brings the node up on what its run directory holds.
+    pub async fn start(config: Config, volumes: Arc<Volumes>) -> Result<Self, Error> {
+        let supervisor = supervisor::Client::new(config.run.clone(), config.program.clone());
+        let node = Self {
+            config: Arc::new(config),
+            volumes,
+            supervisor,
+            claims: InFlight::default(),
+            attached: Arc::default(),
+            tasks: TaskTracker::new(),
+            stop: CancellationToken::new(),
+        };
+        node.forget_earlier_boot()?;
+        // From here on no exit goes unseen: the watch is there before the list is asked for.
+        let exits = node.supervisor.watch().await?;
+        let running = node.running().await?;
+        let begin = Instant::now();
+        let keys = node.config.run.keys().map_err(Error::run(node.config.run.path()))?;
+        let count = keys.len();
+        futures_util::stream::iter(keys)
+            .for_each_concurrent(ABREAST, |key| node.settle(key, &running))
+            .await;
+        if count > 0 {
+            info!(count, seconds = begin.elapsed().as_secs_f64(), "attachments settled");
+        }
+        node.tasks.spawn(node.clone().watch(exits));
+        Ok(node)
+    }
+
+    /// After a reboot everything in the run directory tells of processes and mounts that are gone.
+    fn forget_earlier_boot(&self) -> Result<(), Error> {
+        let run = &self.config.run;
+        let fail = || Error::run(run.path());
+        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(fail())?;
+        let boot = boot.trim().to_owned();
+        // What cannot be read cannot be from this boot either: it is replaced whole or not at all.
+        if !matches!(store::load::<String>(&run.boot()), Ok(Some(noted)) if noted == boot) {
+            for key in run.keys().map_err(fail())? {
+                run.volume(&key).remove().map_err(fail())?;
+            }
+            store::replace_volatile(&run.boot(), &boot).map_err(|source| Error::Boot { source })?;
+        }
+        Ok(())
+    }
+
+    async fn running(&self) -> Result<HashMap<RunKey, i32>, Error> {
+        let running = |process: Process| match process.state {
+            State::Running => Some((process.key, process.pid)),
+            State::Exited(_) => None,
+        };
+        Ok(self.supervisor.list().await?.into_iter().filter_map(running).collect())
+    }
+
+    /// Drives one attachment to rest. What goes wrong stays with it.
+    async fn settle(&self, key: RunKey, running: &HashMap<RunKey, i32>) {
+        if let Err(error) = self.try_settle(&key, running.get(&key).copied()).await {
+            error!(%key, error = %Chain(&error), "an attachment is not at rest; left alone");
+        }
+    }
+
+    async fn try_settle(&self, key: &RunKey, running: Option<i32>) -> Result<(), Error> {
+        let dir = self.config.run.volume(key);
+        let attachment = store::load::<Attachment>(&dir.attachment())
+            .map_err(|source| Error::Attachment { key: key.clone(), source })?;
+        let Some(attachment) = attachment else {
+            self.supervisor.kill(key).await?; // died before its record was written, or after
+            return dir.remove().map_err(Error::run(dir.path()));
+        };
+        let id = attachment.volume.clone();
+        match attachment.phase {
+            Phase::Staging | Phase::Unstaging => {
+                info!(volume = %id, phase = ?attachment.phase, "clearing what broke off");
+                self.end(&id, running).await
+            }
+            Phase::Staged => {
+                let service = Service::Down { reason: "the driver is starting".to_owned() };
+                self.attached().insert(id.clone(), Attached::new(attachment, service));
+                self.take_over(&id, running).await;
+                Ok(())
+            }
+        }
+    }
+
+    /// Lets a daemon of nobody flush and end, and clears what is left.
+    async fn end(&self, id: &VolumeId, running: Option<i32>) -> Result<(), Error> {
+        if let Some(pid) = running
+            && let Ok(launch) = self.launch(id)
+            && let Ok(daemon) = launch.adopt(pid).await
+        {
+            daemon.stop(&id.run_key(), &self.supervisor).await?;
+        }
+        self.clear(id).await
+    }
+
+    /// Takes over the daemon of an attachment, or starts it again.
+    async fn take_over(&self, id: &VolumeId, running: Option<i32>) {
+        let Some(pid) = running else {
+            warn!(volume = %id, "its daemon is gone");
+            return self.start_revival(id.clone()).await;
+        };
+        let adopted = match self.launch(id) {
+            Ok(launch) => launch.adopt(pid).await.map_err(Error::daemon(id)),
+            Err(error) => Err(error),
+        };
+        let service = match adopted {
+            Ok(daemon) => {
+                info!(volume = %id, pid, "taken over");
+                Service::Up(daemon)
+            }
+            // A VM may be at work on it: a deaf daemon serves, and so it is not killed.
+            Err(error) => {
+                let reason = format!("its daemon {pid} cannot be taken over: {}", Chain(&error));
+                error!(volume = %id, reason, "left alone");
+                Service::Down { reason }
+            }
+        };
+        if let Some(one) = self.attached().get_mut(id) {
+            one.service = service;
+        }
+    }
+
+    /// The first attempt at once, and if that fails further ones in the background.
+    async fn start_revival(&self, id: VolumeId) {
+        let Ok(claim) = self.claims.claim(&id) else { return };
+        if let Err(error) = self.restart(&claim).await {
+            error!(volume = %id, error = %Chain(&error), "not served");
+            self.tasks.spawn(self.clone().revive(id, FIRST_PAUSE));
+        }
+    }
+
+    /// Waits for daemons to die, and starts them again; starts the supervisor again, too.
+    async fn watch(self, mut exits: supervisor::Exits) {
+        loop {
+            let exit = tokio::select! {
+                exit = exits.next() => exit,
+                () = self.stop.cancelled() => return,
+            };
+            match exit {
+                Ok(exit) => self.note_death(&exit.key, exit.pid, &exit.how),
+                Err(error) => {
+                    warn!(error = %Chain(&error), "the supervisor is gone");
+                    tokio::select! {
+                        again = self.watch_again() => exits = again,
+                        () = self.stop.cancelled() => return,
+                    }
+                }
+            }
+        }
+    }
+
+    /// Watches a new supervisor, and looks what died while nobody watched.
+    async fn watch_again(&self) -> supervisor::Exits {
+        loop {
+            let again = async {
+                let exits = self.supervisor.watch().await?;
+                Ok::<_, Error>((exits, self.running().await?))
+            };
+            match again.await {
+                Ok((exits, running)) => {
+                    self.note_missing(&running);
+                    return exits;
+                }
+                Err(error) => error!(error = %Chain(&error), "no supervisor"),
+            }
+            sleep(SUPERVISOR_RETRY).await;
+        }
+    }
+
+    fn note_missing(&self, running: &HashMap<RunKey, i32>) {
+        let up = |(id, one): (&VolumeId, &Attached)| match &one.service {
+            Service::Up(daemon) => Some((id.run_key(), daemon.pid())),
+            Service::Down { .. } => None,
+        };
+        let up: Vec<_> = self.attached().iter().filter_map(up).collect();
+        for (key, pid) in up {
+            if running.get(&key) != Some(&pid) {
+                self.note_death(&key, pid, "it ended while there was no supervisor");
+            }
+        }
+    }
+
+    /// The daemon of an attachment died: says so, and has it started again.
+    fn note_death(&self, key: &RunKey, pid: i32, how: &str) {
+        let mut attached = self.attached();
+        let dead = attached.iter_mut().find(|(id, one)| {
+            id.run_key() == *key
+                && one.attachment.phase == Phase::Staged
+                && matches!(&one.service, Service::Up(daemon) if daemon.pid() == pid)
+        });
+        let Some((id, one)) = dead else { return };
+        let Service::Up(daemon) = &one.service else { return };
+        one.hasty_ends = if daemon.served() < STEADY { one.hasty_ends + 1 } else { 0 };
+        let pause = pause_after(one.hasty_ends);
+        warn!(volume = %id, pid, how, ?pause, "its daemon died");
+        one.service = Service::Down { reason: how.to_owned() };
+        self.tasks.spawn(self.clone().revive(id.clone(), pause));
+    }
+
+    /// Starts the daemon of a volume again, ever more patiently, until it serves or is not wanted.
+    async fn revive(self, id: VolumeId, mut pause: Duration) {
+        loop {
+            let claim = tokio::select! {
+                claim = self.claim_after(&id, pause) => claim,
+                () = self.stop.cancelled() => return,
+            };
+            let down = |one: &Attached| {
+                one.attachment.phase == Phase::Staged && matches!(one.service, Service::Down { .. })
+            };
+            if !self.attached().get(&id).is_some_and(down) {
+                return;
+            }
+            match self.restart(&claim).await {
+                Ok(()) => return,
+                Err(error) => error!(volume = %id, error = %Chain(&error), "not served"),
+            }
+            pause = (pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+        }
+    }
+
+    async fn claim_after(&self, id: &VolumeId, pause: Duration) -> Claim {
+        sleep(pause).await;
+        loop {
+            match self.claims.claim(id) {
+                Ok(claim) => return claim,
+                Err(_) => sleep(CLAIM_RETRY).await,
+            }
+        }
+    }
+}
+
+/// How long to wait after the daemon ended so many times in a row soon after it began.
+fn pause_after(hasty_ends: u32) -> Duration {
+    match hasty_ends.checked_sub(1) {
+        None => Duration::ZERO,
+        Some(more) => FIRST_PAUSE.saturating_mul(2_u32.saturating_pow(more)).min(LONGEST_PAUSE),
+    }
+}
+
+#[cfg(test)]
+mod test {
+    use super::*;
+
+    #[test]
+    fn a_daemon_that_keeps_dying_is_started_ever_more_patiently() {
+        let pauses: Vec<_> = [0, 1, 2, 3, 7, 8, u32::MAX].map(pause_after).into();
+        assert_eq!(pauses[..4], [0, 100, 200, 400].map(Duration::from_millis));
+        assert_eq!(pauses[4..], [6_400, 10_000, 10_000].map(Duration::from_millis));
+    }
+}
