@@ -23,7 +23,10 @@
 //! may die at any instant, and the next one goes on from the records. See ARCHITECTURE.md.
 
 mod chain;
+pub mod cli;
 mod crash;
+pub mod csi;
+pub mod metrics;
 pub mod node;
 pub mod pool;
 pub mod qsd;

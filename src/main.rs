@@ -1,3 +1,8 @@
-//! The one binary.
+//! The one binary: parse the arguments, run a subcommand.
 
-fn main() {}
+use clap::Parser as _;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    qsd_csi::cli::run(qsd_csi::cli::Args::parse())
+}

@@ -1,0 +1,108 @@
+//! The command line: the processes of the driver, and commands for people.
+
+mod output;
+mod standalone;
+mod volume;
+
+use crate::{run::RunDir, supervisor};
+use clap::{Parser, Subcommand};
+use std::{
+    fmt,
+    io::{self, IsTerminal as _, Write as _},
+    path::{Path, PathBuf},
+    process::ExitCode,
+    str::FromStr,
+};
+use tracing_subscriber::EnvFilter;
+
+/// CSI driver on qemu-storage-daemon: local disks for virtual machines.
+#[derive(Debug, Parser)]
+#[command(version, max_term_width = 100)]
+pub struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Serve CSI (Identity, Controller, Node) for this machine on one unix socket
+    Standalone(standalone::Args),
+    /// Be the parent of the storage daemons; started by the driver itself
+    Supervisor {
+        /// Run directory of the driver
+        #[arg(long, value_name = "DIR")]
+        run_dir: PathBuf,
+    },
+    /// Create, look at, attach and delete volumes by hand
+    Volume(volume::Args),
+}
+
+/// Runs the subcommand to its end.
+pub fn run(args: Args) -> ExitCode {
+    start_tracing();
+    let outcome = match args.command {
+        Command::Standalone(args) => block_on(standalone::run(args)),
+        Command::Supervisor { run_dir } => block_on(supervise(&run_dir)),
+        Command::Volume(args) => block_on(volume::run(args)),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        // The reader of our output has gone, which is its right.
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            _ = writeln!(io::stderr(), "error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn block_on(work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
+    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(work)
+}
+
+async fn supervise(run_dir: &Path) -> anyhow::Result<()> {
+    supervisor::run(RunDir::open(run_dir)?).await
+}
+
+/// Logs go to standard error: for people where that is a terminal, else one JSON object a line.
+/// `QSD_CSI_LOG` sets what is logged, in the words of tracing's `EnvFilter`; default `info`.
+fn start_tracing() {
+    let filter = EnvFilter::try_from_env("QSD_CSI_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
+    if io::stderr().is_terminal() { log.init() } else { log.json().flatten_event(true).init() }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    let broken = |error: &io::Error| error.kind() == io::ErrorKind::BrokenPipe;
+    error.downcast_ref::<io::Error>().is_some_and(broken)
+}
+
+/// Where CSI is served: `unix://PATH`, with an absolute path.
+#[derive(Clone, Debug)]
+struct Endpoint(PathBuf);
+
+impl Endpoint {
+    fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl FromStr for Endpoint {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let path = text.strip_prefix("unix://").map(Path::new);
+        match path {
+            Some(path) if path.is_absolute() => Ok(Self(path.to_owned())),
+            Some(_) | None => Err("write unix:// and an absolute path, such as \
+                                   unix:///run/qsd-csi/csi.sock"
+                .to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "unix://{}", self.0.display())
+    }
+}

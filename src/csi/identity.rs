@@ -1,0 +1,53 @@
+//! CSI Identity: who we are, what we can do, whether we are well.
+
+use super::{
+    DRIVER, Edge, blocking,
+    pb::csi::{self as pb, identity_server},
+};
+use pb::plugin_capability::{Service, Type, service};
+use tonic::{Request, Response, Status};
+
+/// The Identity service.
+#[derive(Debug)]
+pub struct Identity(pub Edge);
+
+#[tonic::async_trait]
+impl identity_server::Identity for Identity {
+    async fn get_plugin_info(
+        &self,
+        _request: Request<pb::GetPluginInfoRequest>,
+    ) -> Result<Response<pb::GetPluginInfoResponse>, Status> {
+        Ok(Response::new(pb::GetPluginInfoResponse {
+            name: DRIVER.to_owned(),
+            vendor_version: env!("CARGO_PKG_VERSION").to_owned(),
+            ..Default::default()
+        }))
+    }
+
+    async fn get_plugin_capabilities(
+        &self,
+        _request: Request<pb::GetPluginCapabilitiesRequest>,
+    ) -> Result<Response<pb::GetPluginCapabilitiesResponse>, Status> {
+        let capability = |kind: service::Type| pb::PluginCapability {
+            r#type: Some(Type::Service(Service { r#type: kind.into() })),
+        };
+        let kinds =
+            [service::Type::ControllerService, service::Type::VolumeAccessibilityConstraints];
+        Ok(Response::new(pb::GetPluginCapabilitiesResponse {
+            capabilities: kinds.map(capability).into(),
+        }))
+    }
+
+    /// Well while every pool can be asked how full it is.
+    async fn probe(
+        &self,
+        _request: Request<pb::ProbeRequest>,
+    ) -> Result<Response<pb::ProbeResponse>, Status> {
+        let volumes = self.0.node.volumes().clone();
+        let space = blocking(move || volumes.space(None)).await;
+        space.map_err(|error| {
+            Status::failed_precondition(crate::chain::Chain(&error).to_string())
+        })?;
+        Ok(Response::new(pb::ProbeResponse { ready: Some(true) }))
+    }
+}

@@ -1,0 +1,110 @@
+//! The Inspect service: what a person wants to know of the volumes of a node.
+
+use super::{
+    Edge, blocking, known, parse,
+    pb::inspect::{self as pb, inspect_server},
+};
+use crate::{
+    node::{Attachments, Node},
+    volume::{Entry, Volume, VolumeId},
+};
+use std::{path::Path, pin::Pin};
+use tokio_stream::Stream;
+use tonic::{Request, Response, Status};
+
+/// The Inspect service.
+#[derive(Debug)]
+pub struct Inspect(pub Edge);
+
+type Answer = Pin<Box<dyn Stream<Item = Result<pb::Volume, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl inspect_server::Inspect for Inspect {
+    type ListVolumesStream = Answer;
+
+    async fn list_volumes(
+        &self,
+        request: Request<pb::ListVolumesRequest>,
+    ) -> Result<Response<Answer>, Status> {
+        let node = self.0.node.clone();
+        let asked = request.into_inner().volume_id;
+        let entries = if asked.is_empty() {
+            node.volumes().list(None, usize::MAX)
+        } else {
+            let id = known(parse::volume_id(asked)?)?;
+            let entry = node.volumes().entry(&id)?;
+            vec![(id, entry)]
+        };
+        let tell = move || entries.iter().map(|(id, entry)| Ok(tell(&node, id, entry))).collect();
+        let volumes: Vec<_> = blocking(tell).await;
+        Ok(Response::new(Box::pin(tokio_stream::iter(volumes))))
+    }
+}
+
+fn tell(node: &Node, id: &VolumeId, entry: &Entry) -> pb::Volume {
+    match entry {
+        Entry::Volume(volume) => pb::Volume {
+            attachment: node.attachment(id).map(tell_attachment),
+            ..tell_volume(volume)
+        },
+        Entry::Damaged { pool, reason } => pb::Volume {
+            volume_id: id.to_string(),
+            pool: pool.to_string(),
+            damage: reason.clone(),
+            ..Default::default()
+        },
+    }
+}
+
+fn tell_volume(volume: &Volume) -> pb::Volume {
+    let layers = volume.layers();
+    pb::Volume {
+        volume_id: volume.id().to_string(),
+        name: volume.name().to_owned(),
+        pool: volume.pool().to_string(),
+        capacity_bytes: volume.size().into(),
+        allocated_bytes: layers
+            .iter()
+            .map(|layer| layer.allocated)
+            .sum::<crate::units::Bytes>()
+            .into(),
+        parameters: volume.parameters().given().clone().into_iter().collect(),
+        layers: layers
+            .into_iter()
+            .map(|layer| pb::Layer {
+                path: text(&layer.path),
+                format: layer.format.as_str().to_owned(),
+                capacity_bytes: layer.size.into(),
+                allocated_bytes: layer.allocated.into(),
+            })
+            .collect(),
+        attachment: None,
+        damage: String::new(),
+    }
+}
+
+fn tell_attachment(attachment: Attachments) -> pb::Attachment {
+    let (daemon, trouble) = match attachment.daemon {
+        Ok(daemon) => {
+            let daemon = pb::Daemon {
+                pid: daemon.pid(),
+                version: daemon.version().to_owned(),
+                monitor: text(&attachment.monitor),
+                restarts: attachment.restarts,
+            };
+            (Some(daemon), String::new())
+        }
+        Err(trouble) => (None, trouble),
+    };
+    pb::Attachment {
+        staging_path: text(&attachment.staging_path),
+        target_paths: attachment.targets.iter().map(|target| text(target)).collect(),
+        socket: text(&attachment.socket),
+        daemon,
+        trouble,
+    }
+}
+
+fn text(path: &Path) -> String {
+    path.display().to_string()
+}

@@ -1,0 +1,153 @@
+//! CSI Node: volumes are staged and published on this machine.
+
+use super::{
+    Edge, TOPOLOGY, blocking,
+    controller::unimplemented,
+    parse,
+    pb::csi::{self as pb, node_server},
+};
+use crate::{
+    node::{Node, Publish, Stage},
+    volume::Claim,
+};
+use pb::node_service_capability::{Rpc, Type, rpc};
+use std::{collections::HashMap, sync::Arc};
+use tonic::{Request, Response, Status};
+
+/// The Node service.
+#[derive(Debug)]
+pub struct NodeService(pub Edge);
+
+/// What is served; everything else answers UNIMPLEMENTED.
+const CAPABILITIES: [rpc::Type; 3] =
+    [rpc::Type::StageUnstageVolume, rpc::Type::GetVolumeStats, rpc::Type::SingleNodeMultiWriter];
+
+#[tonic::async_trait]
+impl node_server::Node for NodeService {
+    #[tracing::instrument(skip_all, fields(volume = request.get_ref().volume_id))]
+    async fn node_stage_volume(
+        &self,
+        request: Request<pb::NodeStageVolumeRequest>,
+    ) -> Result<Response<pb::NodeStageVolumeResponse>, Status> {
+        let request = request.into_inner();
+        let id = parse::volume_id(request.volume_id)?;
+        let staging_path = parse::path("staging_target_path", request.staging_target_path)?;
+        let access = parse::capability(request.volume_capability.as_ref())?;
+        let id = self.0.find(id)?.id().clone();
+        let stage = Stage { staging_path, access };
+        let work = |claim: Arc<Claim>, node: Node| async move { node.stage(&claim, stage).await };
+        self.0.claimed(&id, work).await?;
+        Ok(Response::new(pb::NodeStageVolumeResponse::default()))
+    }
+
+    #[tracing::instrument(skip_all, fields(volume = request.get_ref().volume_id))]
+    async fn node_unstage_volume(
+        &self,
+        request: Request<pb::NodeUnstageVolumeRequest>,
+    ) -> Result<Response<pb::NodeUnstageVolumeResponse>, Status> {
+        let request = request.into_inner();
+        let id = parse::volume_id(request.volume_id)?;
+        let path = parse::path("staging_target_path", request.staging_target_path)?;
+        if let Ok(id) = id {
+            let work =
+                |claim: Arc<Claim>, node: Node| async move { node.unstage(&claim, &path).await };
+            self.0.claimed(&id, work).await?;
+        }
+        Ok(Response::new(pb::NodeUnstageVolumeResponse::default()))
+    }
+
+    #[tracing::instrument(skip_all, fields(volume = request.get_ref().volume_id))]
+    async fn node_publish_volume(
+        &self,
+        request: Request<pb::NodePublishVolumeRequest>,
+    ) -> Result<Response<pb::NodePublishVolumeResponse>, Status> {
+        let request = request.into_inner();
+        let id = parse::volume_id(request.volume_id)?;
+        let target = parse::path("target_path", request.target_path)?;
+        let access = parse::capability(request.volume_capability.as_ref())?;
+        parse::not_served("readonly", request.readonly.then(|| true.to_string()))?;
+        let id = self.0.find(id)?.id().clone();
+        if request.staging_target_path.is_empty() {
+            return Err(parse::Error::NoStaging.into());
+        }
+        let staging_path = parse::path("staging_target_path", request.staging_target_path)?;
+        let publish = Publish { staging_path, target, access };
+        let work = |claim: Arc<Claim>, node: Node| async move {
+            blocking(move || node.publish(&claim, &publish)).await
+        };
+        self.0.claimed(&id, work).await?;
+        Ok(Response::new(pb::NodePublishVolumeResponse::default()))
+    }
+
+    #[tracing::instrument(skip_all, fields(volume = request.get_ref().volume_id))]
+    async fn node_unpublish_volume(
+        &self,
+        request: Request<pb::NodeUnpublishVolumeRequest>,
+    ) -> Result<Response<pb::NodeUnpublishVolumeResponse>, Status> {
+        let request = request.into_inner();
+        let id = parse::volume_id(request.volume_id)?;
+        let target = parse::path("target_path", request.target_path)?;
+        if let Ok(id) = id {
+            let work = |claim: Arc<Claim>, node: Node| async move {
+                blocking(move || node.unpublish(&claim, &target)).await
+            };
+            self.0.claimed(&id, work).await?;
+        }
+        Ok(Response::new(pb::NodeUnpublishVolumeResponse::default()))
+    }
+
+    #[tracing::instrument(skip_all, fields(volume = request.get_ref().volume_id))]
+    async fn node_get_volume_stats(
+        &self,
+        request: Request<pb::NodeGetVolumeStatsRequest>,
+    ) -> Result<Response<pb::NodeGetVolumeStatsResponse>, Status> {
+        let request = request.into_inner();
+        let id = parse::volume_id(request.volume_id)?;
+        let path = parse::path("volume_path", request.volume_path)?;
+        let id = self.0.find(id)?.id().clone();
+        let volume = self.0.node.volume_at(&id, path.as_path())?;
+        let (total, used) = blocking(move || (volume.size(), volume.allocated())).await;
+        Ok(Response::new(pb::NodeGetVolumeStatsResponse {
+            usage: vec![pb::VolumeUsage {
+                available: total.saturating_sub(used).into(),
+                total: total.into(),
+                used: used.into(),
+                unit: pb::volume_usage::Unit::Bytes.into(),
+            }],
+            volume_condition: None,
+        }))
+    }
+
+    async fn node_expand_volume(
+        &self,
+        _request: Request<pb::NodeExpandVolumeRequest>,
+    ) -> Result<Response<pb::NodeExpandVolumeResponse>, Status> {
+        Err(unimplemented("NodeExpandVolume"))
+    }
+
+    async fn node_get_capabilities(
+        &self,
+        _request: Request<pb::NodeGetCapabilitiesRequest>,
+    ) -> Result<Response<pb::NodeGetCapabilitiesResponse>, Status> {
+        let capability = |kind: rpc::Type| pb::NodeServiceCapability {
+            r#type: Some(Type::Rpc(Rpc { r#type: kind.into() })),
+        };
+        Ok(Response::new(pb::NodeGetCapabilitiesResponse {
+            capabilities: CAPABILITIES.map(capability).into(),
+        }))
+    }
+
+    async fn node_get_info(
+        &self,
+        _request: Request<pb::NodeGetInfoRequest>,
+    ) -> Result<Response<pb::NodeGetInfoResponse>, Status> {
+        let node = self.0.node.name().to_string();
+        Ok(Response::new(pb::NodeGetInfoResponse {
+            node_id: node.clone(),
+            max_volumes_per_node: 0, // no limit of ours
+            accessible_topology: Some(pb::Topology {
+                segments: HashMap::from([(TOPOLOGY.to_owned(), node)]),
+            }),
+        }))
+    }
+}

@@ -1,0 +1,279 @@
+//! From protobuf to the words of the domain. What is wrong is said with its field and its value.
+
+use super::{TOPOLOGY, pb::csi as pb};
+use crate::{
+    node::{HostError, HostPath},
+    volume::{
+        AccessMode, InvalidName, NodeName, ParameterError, Parameters, RangeError, SizeRange,
+        VolumeId,
+    },
+};
+use pb::volume_capability::{AccessType, access_mode::Mode};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+/// What is wrong with a request.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Error {
+    #[error("{0}: it is required, and empty")]
+    Empty(&'static str),
+    #[error("{field}: {text:?} has {length} bytes, more than {most}")]
+    TooLong { field: &'static str, text: String, length: usize, most: usize },
+    #[error("{field}: {text:?} has a control character in it")]
+    Control { field: &'static str, text: String },
+    #[error("{field}: {value} is not served; {instead}")]
+    NotServed { field: &'static str, value: String, instead: &'static str },
+    #[error("{field}: {value} is below 0")]
+    Negative { field: &'static str, value: i32 },
+    #[error("starting_token: {0:?} is not one that this driver gave out; begin without a token")]
+    Token(String),
+    #[error(
+        "accessibility_requirements: no topology names this node; it is {TOPOLOGY}={node}, asked \
+         was for {asked}"
+    )]
+    Topology { node: NodeName, asked: String },
+    #[error("staging_target_path: it is empty; stage the volume first and say where")]
+    NoStaging,
+    #[error(transparent)]
+    Range(#[from] RangeError),
+    #[error(transparent)]
+    Parameter(#[from] ParameterError),
+    #[error(transparent)]
+    Host(#[from] HostError),
+    #[error("volume_context: {key} is {is:?}, not {believed:?}")]
+    Context { key: String, is: String, believed: String },
+}
+
+/// CSI's limit on every string without one of its own (spec, "Size Limits").
+const LONGEST: usize = 128;
+
+/// What the token of a page begins with; the id of the last volume of the page before follows.
+const TOKEN: &str = "after:";
+
+/// The volume an id names. Empty is the caller's mistake; an id that is not ours is only unknown.
+pub(super) fn volume_id(id: String) -> Result<Result<VolumeId, InvalidName>, Error> {
+    if id.is_empty() {
+        return Err(Error::Empty("volume_id"));
+    }
+    Ok(VolumeId::try_from(id))
+}
+
+/// A name for a new volume: anything but too long a text, or one with the control characters that
+/// CSI bans.
+pub(super) fn name(name: &str) -> Result<(), Error> {
+    let (field, text) = ("name", || name.chars().take(LONGEST).collect());
+    match name {
+        "" => Err(Error::Empty(field)),
+        _ if name.len() > LONGEST => {
+            Err(Error::TooLong { field, text: text(), length: name.len(), most: LONGEST })
+        }
+        _ if name.chars().any(is_banned) => Err(Error::Control { field, text: text() }),
+        _ => Ok(()),
+    }
+}
+
+/// Control characters, save common white space (CSI spec, `CreateVolumeRequest.name`).
+fn is_banned(letter: char) -> bool {
+    letter.is_control() && !matches!(letter, '\t' | '\n' | '\r')
+}
+
+/// The sizes that will do. No range at all leaves the choice to us.
+pub(super) fn size(range: Option<pb::CapacityRange>) -> Result<SizeRange, Error> {
+    match range {
+        None => Ok(SizeRange::ANY),
+        Some(range) => Ok(SizeRange::new(range.required_bytes, range.limit_bytes)?),
+    }
+}
+
+/// Parameters of a `StorageClass`.
+pub(super) fn parameters(given: HashMap<String, String>) -> Result<Parameters, Error> {
+    let given: BTreeMap<_, _> = given.into_iter().collect();
+    Ok(given.try_into()?)
+}
+
+/// A path that CSI requires.
+pub(super) fn path(field: &'static str, text: String) -> Result<HostPath, Error> {
+    if text.is_empty() {
+        return Err(Error::Empty(field));
+    }
+    Ok(HostPath::parse(field, text)?)
+}
+
+/// The access modes of a volume's capabilities; there is at least one, and all are served.
+pub(super) fn capabilities(
+    capabilities: &[pb::VolumeCapability],
+) -> Result<BTreeSet<AccessMode>, Error> {
+    if capabilities.is_empty() {
+        return Err(Error::Empty("volume_capabilities"));
+    }
+    capabilities.iter().map(|one| mode_of(one, "volume_capabilities")).collect()
+}
+
+/// The access mode of one capability that CSI requires.
+pub(super) fn capability(capability: Option<&pb::VolumeCapability>) -> Result<AccessMode, Error> {
+    let field = "volume_capability";
+    mode_of(capability.ok_or(Error::Empty(field))?, field)
+}
+
+/// The vhost-user form is a directory: access type `mount`, whose file system and mount options
+/// have no meaning here. A default `fs_type`, which provisioners add by themselves, is passed over.
+fn mode_of(one: &pb::VolumeCapability, field: &'static str) -> Result<AccessMode, Error> {
+    let refuse = |value: String, instead| Err(Error::NotServed { field, value, instead });
+    match &one.access_type {
+        Some(AccessType::Mount(mount)) if !mount.mount_flags.is_empty() => {
+            let flags = format!("mount_flags {:?}", mount.mount_flags);
+            return refuse(flags, "a vhost-user socket has no mount options");
+        }
+        Some(AccessType::Mount(mount)) if !mount.volume_mount_group.is_empty() => {
+            let group = format!("volume_mount_group {:?}", mount.volume_mount_group);
+            return refuse(group, "VOLUME_MOUNT_GROUP is not among the capabilities");
+        }
+        Some(AccessType::Mount(_)) => {}
+        Some(AccessType::Block(_)) => {
+            return refuse("access type block".to_owned(), "use access type mount");
+        }
+        None => return refuse("no access type".to_owned(), "use access type mount"),
+    }
+    let mode = one.access_mode.as_ref().map_or(0, |mode| mode.mode);
+    match Mode::try_from(mode) {
+        Ok(Mode::SingleNodeWriter) => Ok(AccessMode::SingleNodeWriter),
+        Ok(Mode::SingleNodeSingleWriter) => Ok(AccessMode::SingleNodeSingleWriter),
+        Ok(Mode::SingleNodeMultiWriter) => Ok(AccessMode::SingleNodeMultiWriter),
+        other => {
+            let name =
+                other.map_or_else(|_| mode.to_string(), |mode| mode.as_str_name().to_owned());
+            refuse(
+                format!("access mode {name}"),
+                "served are SINGLE_NODE_WRITER, SINGLE_NODE_SINGLE_WRITER and \
+                 SINGLE_NODE_MULTI_WRITER",
+            )
+        }
+    }
+}
+
+/// An error where the requirements leave no room for this node.
+pub(super) fn topology(
+    requirements: Option<&pb::TopologyRequirement>,
+    node: &NodeName,
+) -> Result<(), Error> {
+    let Some(requirements) = requirements else { return Ok(()) };
+    let topologies = if requirements.requisite.is_empty() {
+        &requirements.preferred
+    } else {
+        &requirements.requisite
+    };
+    if topologies.is_empty() || topologies.iter().any(|one| is_here(one, node)) {
+        return Ok(());
+    }
+    let asked: Vec<_> = topologies.iter().map(|one| format!("{:?}", one.segments)).collect();
+    Err(Error::Topology { node: node.clone(), asked: asked.join(" or ") })
+}
+
+/// Whether a topology is that of this node.
+pub(super) fn is_here(topology: &pb::Topology, node: &NodeName) -> bool {
+    topology.segments.iter().all(|(key, value)| key == TOPOLOGY && value == node.as_str())
+}
+
+/// Where a page begins and how many entries it may have.
+pub(super) fn page(max_entries: i32, token: &str) -> Result<(Option<VolumeId>, usize), Error> {
+    let count = usize::try_from(max_entries)
+        .map_err(|_| Error::Negative { field: "max_entries", value: max_entries })?;
+    let after = if token.is_empty() {
+        None
+    } else {
+        let id = token.strip_prefix(TOKEN).and_then(|id| id.parse().ok());
+        Some(id.ok_or_else(|| Error::Token(token.to_owned()))?)
+    };
+    Ok((after, if count == 0 { usize::MAX } else { count }))
+}
+
+/// The token for the page after this volume.
+pub(super) fn token(last: &VolumeId) -> String {
+    format!("{TOKEN}{last}")
+}
+
+/// An error where the caller asks for something that a capability we do not have would serve.
+pub(super) fn not_served(field: &'static str, asked: Option<String>) -> Result<(), Error> {
+    let instead = "the capability for it is not advertised";
+    asked.map_or(Ok(()), |value| Err(Error::NotServed { field, value, instead }))
+}
+
+#[cfg(test)]
+mod test {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn mount(mode: Mode) -> pb::VolumeCapability {
+        pb::VolumeCapability {
+            access_mode: Some(pb::volume_capability::AccessMode { mode: mode.into() }),
+            access_type: Some(AccessType::Mount(pb::volume_capability::MountVolume::default())),
+        }
+    }
+
+    #[test]
+    fn any_name_csi_allows_is_allowed() {
+        let longest = "n".repeat(128);
+        for good in ["a", "/../", "Grüße 1", "tab\tin", &longest] {
+            assert!(name(good).is_ok(), "{good}");
+        }
+        assert!(name("").unwrap_err().to_string().starts_with("name: "));
+        assert!(name(&"n".repeat(129)).unwrap_err().to_string().contains("129 bytes"));
+        assert!(name("a\0b").unwrap_err().to_string().contains("\"a\\0b\""));
+        assert!(name("a\u{85}b").is_err());
+    }
+
+    #[test]
+    fn only_modes_that_are_served_pass() {
+        for mode in [Mode::SingleNodeWriter, Mode::SingleNodeMultiWriter] {
+            assert!(capabilities(&[mount(mode)]).is_ok());
+        }
+        for mode in [Mode::Unknown, Mode::MultiNodeMultiWriter, Mode::SingleNodeReaderOnly] {
+            let error = capabilities(&[mount(Mode::SingleNodeWriter), mount(mode)]).unwrap_err();
+            assert!(error.to_string().contains(mode.as_str_name()), "{error}");
+        }
+        let block = pb::VolumeCapability {
+            access_type: Some(AccessType::Block(pb::volume_capability::BlockVolume {})),
+            ..mount(Mode::SingleNodeWriter)
+        };
+        assert!(capability(Some(&block)).unwrap_err().to_string().contains("block"));
+        assert!(matches!(capabilities(&[]), Err(Error::Empty("volume_capabilities"))));
+        assert!(matches!(capability(None), Err(Error::Empty("volume_capability"))));
+    }
+
+    #[test]
+    fn a_page_goes_on_behind_its_token() {
+        let last: VolumeId = "pvc-1".parse().unwrap();
+        assert_eq!(page(2, &token(&last)).unwrap(), (Some(last), 2));
+        assert_eq!(page(0, "").unwrap(), (None, usize::MAX));
+        assert!(matches!(page(-1, ""), Err(Error::Negative { .. })));
+        for foreign in ["x", "after:", "after:NO", "AFTER:a"] {
+            assert!(matches!(page(0, foreign), Err(Error::Token(_))), "{foreign}");
+        }
+    }
+
+    #[test]
+    fn a_volume_can_only_be_made_where_its_topology_leads() {
+        let node: NodeName = "node-1".parse().unwrap();
+        let at = |key: &str, value: &str| pb::Topology {
+            segments: HashMap::from([(key.to_owned(), value.to_owned())]),
+        };
+        let require = |requisite: Vec<_>, preferred: Vec<_>| {
+            topology(Some(&pb::TopologyRequirement { requisite, preferred }), &node)
+        };
+        assert!(topology(None, &node).is_ok());
+        assert!(require(vec![], vec![]).is_ok());
+        assert!(require(vec![at(TOPOLOGY, "other"), at(TOPOLOGY, "node-1")], vec![]).is_ok());
+        let error = require(vec![at(TOPOLOGY, "other")], vec![]).unwrap_err();
+        assert!(error.to_string().contains("other") && error.to_string().contains("node-1"));
+        assert!(require(vec![at("zone", "node-1")], vec![]).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn parsing_never_panics(text in ".{0,200}", count: i32) {
+            _ = name(&text);
+            _ = page(count, &text);
+            _ = path("target_path", text.clone());
+            _ = volume_id(text);
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! The CSI meaning of every error, and the one place where an error is logged.
+
+use super::parse;
+use crate::{
+    chain::Chain,
+    node::{self, HostError},
+    pool, qsd,
+    volume::{self, Busy},
+};
+use std::{error::Error, io};
+use tonic::{Code, Status};
+
+/// The status for an error: its code, and the text of it and of all its causes.
+fn status(code: Code, error: &dyn Error) -> Status {
+    let text = Chain(error).to_string();
+    match code {
+        Code::Internal | Code::DataLoss => tracing::error!(%code, error = text, "failed"),
+        _ => tracing::info!(%code, error = text, "refused"),
+    }
+    Status::new(code, text)
+}
+
+impl From<Busy> for Status {
+    fn from(error: Busy) -> Self {
+        status(Code::Aborted, &error)
+    }
+}
+
+impl From<parse::Error> for Status {
+    fn from(error: parse::Error) -> Self {
+        let code = match &error {
+            parse::Error::Token(_) => Code::Aborted,
+            parse::Error::Range(range) => range_code(range),
+            parse::Error::Topology { .. } => Code::ResourceExhausted,
+            parse::Error::Host(host) => host_code(host),
+            parse::Error::NoStaging => Code::FailedPrecondition,
+            parse::Error::Empty(_)
+            | parse::Error::TooLong { .. }
+            | parse::Error::Control { .. }
+            | parse::Error::Context { .. }
+            | parse::Error::Parameter(_)
+            | parse::Error::Negative { .. }
+            | parse::Error::NotServed { .. } => Code::InvalidArgument,
+        };
+        status(code, &error)
+    }
+}
+
+impl From<volume::Error> for Status {
+    fn from(error: volume::Error) -> Self {
+        status(volume_code(&error), &error)
+    }
+}
+
+impl From<node::Error> for Status {
+    fn from(error: node::Error) -> Self {
+        let code = match &error {
+            node::Error::Volume(error) => volume_code(error),
+            node::Error::Host(error) => host_code(error),
+            node::Error::NotStaged { .. }
+            | node::Error::StagedElsewhere { .. }
+            | node::Error::Published { .. }
+            | node::Error::Staged { .. } => Code::FailedPrecondition,
+            node::Error::StagedOtherwise { .. } => Code::AlreadyExists,
+            node::Error::NotAt { .. } => Code::NotFound,
+            node::Error::Daemon { source, .. } => daemon_code(source),
+            node::Error::Supervisor(_) => Code::Unavailable,
+            node::Error::Store { source, .. } => io_code(source.io_kind()),
+            node::Error::Run { source, .. } => io_code(Some(source.kind())),
+            node::Error::Attachment { .. } | node::Error::Boot { .. } => Code::Internal,
+        };
+        status(code, &error)
+    }
+}
+
+fn range_code(error: &volume::RangeError) -> Code {
+    match error {
+        volume::RangeError::Empty
+        | volume::RangeError::Negative { .. }
+        | volume::RangeError::Reversed { .. } => Code::InvalidArgument,
+        volume::RangeError::NoneFits { .. } => Code::OutOfRange,
+    }
+}
+
+fn volume_code(error: &volume::Error) -> Code {
+    match error {
+        volume::Error::NotFound(_) => Code::NotFound,
+        volume::Error::Different { .. } => Code::AlreadyExists,
+        volume::Error::Damaged { .. } => Code::Internal,
+        volume::Error::UnknownPool(_) => Code::InvalidArgument,
+        volume::Error::PoolFull { .. } => Code::ResourceExhausted,
+        volume::Error::TooLarge { .. } => Code::OutOfRange,
+        volume::Error::Pool { source, .. } | volume::Error::Capacity(source) => pool_code(source),
+    }
+}
+
+fn pool_code(error: &pool::Error) -> Code {
+    io_code(error.io_kind())
+}
+
+/// A full file system may be emptied, and a file it can never hold is out of range.
+fn io_code(kind: Option<io::ErrorKind>) -> Code {
+    match kind {
+        Some(io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) => Code::ResourceExhausted,
+        Some(io::ErrorKind::FileTooLarge) => Code::OutOfRange,
+        _ => Code::Internal,
+    }
+}
+
+fn host_code(error: &HostError) -> Code {
+    match error {
+        HostError::Malformed { .. } => Code::InvalidArgument,
+        HostError::Unsuitable { .. } => Code::FailedPrecondition,
+        HostError::Io { source, .. } => io_code(Some(source.kind())),
+    }
+}
+
+fn daemon_code(error: &qsd::Error) -> Code {
+    match error {
+        // Another attempt may find a supervisor or a daemon that answers.
+        qsd::Error::Supervisor(_) | qsd::Error::Ended(_) => Code::Unavailable,
+        qsd::Error::Monitor(error) => match error {
+            qsd::MonitorError::Refused { .. } => Code::Internal,
+            qsd::MonitorError::Connect(_)
+            | qsd::MonitorError::Closed
+            | qsd::MonitorError::Deadline { .. } => Code::Unavailable,
+        },
+        qsd::Error::Foreign(_) => Code::Internal,
+    }
+}

@@ -1,0 +1,176 @@
+//! What a monitoring system sees: `/metrics` in the Prometheus text format, and `/healthz`.
+//!
+//! Calls are timed by one tower layer around all services; gauges are read when asked for.
+
+mod layer;
+
+pub use layer::Timed;
+
+use crate::node::Node;
+use anyhow::Context as _;
+use axum::{Router, extract::State, http::StatusCode, response::IntoResponse, routing::get};
+use prometheus_client::{
+    encoding::{EncodeLabelSet, text::encode},
+    metrics::{
+        family::Family,
+        gauge::Gauge,
+        histogram::{Histogram, exponential_buckets},
+    },
+    registry::{Registry, Unit},
+};
+use std::{net::SocketAddr, sync::Arc};
+use tokio_util::sync::CancellationToken;
+
+/// The labels of one timed call.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct Call {
+    /// The method, such as `CreateVolume`.
+    pub rpc: String,
+    /// The gRPC code, such as `OK` or `NOT_FOUND`.
+    pub code: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct InPool {
+    pool: String,
+}
+
+type Seconds = Family<Call, Histogram, fn() -> Histogram>;
+
+/// All metrics of a driver. Clones are the same.
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    registry: Arc<Registry>,
+    seconds: Seconds,
+    volumes: Gauge,
+    damaged: Gauge,
+    daemons: Gauge,
+    daemons_down: Gauge,
+    pool_total: Family<InPool, Gauge>,
+    pool_free: Family<InPool, Gauge>,
+    pool_promised: Family<InPool, Gauge>,
+    pool_allocated: Family<InPool, Gauge>,
+}
+
+/// From half a millisecond, a call that finds all done, to half a minute.
+fn buckets() -> Histogram {
+    Histogram::new(exponential_buckets(0.000_5, 2.0, 16))
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let mut registry = Registry::with_prefix("qsd_csi");
+        let seconds = Seconds::new_with_constructor(buckets);
+        let time = "Time of a CSI call, by method and gRPC code";
+        registry.register_with_unit("rpc", time, Unit::Seconds, seconds.clone());
+        let mut gauge = |name: &str, help: &str| {
+            let gauge = Gauge::default();
+            registry.register(name, help, gauge.clone());
+            gauge
+        };
+        let volumes = gauge("volumes", "Volumes that can be used");
+        let damaged = gauge("volumes_damaged", "Volumes whose record or layer is damaged");
+        let daemons = gauge("daemons", "Staged volumes that a daemon serves");
+        let daemons_down = gauge("daemons_down", "Staged volumes that no daemon serves");
+        let mut bytes = |name: &str, help: &str| {
+            let family = Family::<InPool, Gauge>::default();
+            registry.register_with_unit(name, help, Unit::Bytes, family.clone());
+            family
+        };
+        let pool_total = bytes("pool_total", "Size of the file system of the pool");
+        let pool_free = bytes("pool_free", "Free bytes of the file system of the pool");
+        let pool_promised = bytes("pool_promised", "Sum of the sizes of the volumes of the pool");
+        let pool_allocated = bytes("pool_allocated", "What the pool spends on its volumes");
+        Self {
+            registry: Arc::new(registry),
+            seconds,
+            volumes,
+            damaged,
+            daemons,
+            daemons_down,
+            pool_total,
+            pool_free,
+            pool_promised,
+            pool_allocated,
+        }
+    }
+}
+
+impl Metrics {
+    /// The text of all metrics, with the gauges as they are now.
+    fn render(&self, node: &Node) -> anyhow::Result<String> {
+        self.read(node)?;
+        let mut text = String::new();
+        encode(&mut text, &self.registry)?;
+        Ok(text)
+    }
+
+    fn read(&self, node: &Node) -> anyhow::Result<()> {
+        use crate::{units::Bytes, volume::Entry};
+        let set = |gauge: &Gauge, value: usize| gauge.set(i64::try_from(value).unwrap_or(i64::MAX));
+        let (up, down) = node.daemons();
+        set(&self.daemons, up);
+        set(&self.daemons_down, down);
+        let entries = node.volumes().list(None, usize::MAX);
+        let volume = |(_, entry)| match entry {
+            Entry::Volume(volume) => Some(volume),
+            Entry::Damaged { .. } => None,
+        };
+        let count = entries.len();
+        let usable: Vec<_> = entries.into_iter().filter_map(volume).collect();
+        set(&self.volumes, usable.len());
+        set(&self.damaged, count - usable.len());
+        for (pool, space) in node.volumes().space(None)? {
+            let label = InPool { pool: pool.to_string() };
+            let own = || usable.iter().filter(|volume| *volume.pool() == pool);
+            let gauges = [
+                (&self.pool_total, space.total),
+                (&self.pool_free, space.free),
+                (&self.pool_promised, own().map(crate::volume::Volume::size).sum::<Bytes>()),
+                (&self.pool_allocated, own().map(crate::volume::Volume::allocated).sum()),
+            ];
+            for (family, bytes) in gauges {
+                family.get_or_create(&label).set(bytes.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Serves `/metrics` and `/healthz` at `address` until told to stop.
+    pub async fn serve(
+        self,
+        address: SocketAddr,
+        node: Node,
+        stop: CancellationToken,
+    ) -> anyhow::Result<()> {
+        let listener = tokio::net::TcpListener::bind(address)
+            .await
+            .with_context(|| format!("metrics: listening at {address}"))?;
+        let router = Router::new()
+            .route("/metrics", get(metrics))
+            .route("/healthz", get(healthz))
+            .with_state((self, node));
+        let served = axum::serve(listener, router).with_graceful_shutdown(stop.cancelled_owned());
+        Ok(served.await?)
+    }
+}
+
+async fn metrics(State((metrics, node)): State<(Metrics, Node)>) -> impl IntoResponse {
+    let text = tokio::task::spawn_blocking(move || metrics.render(&node)).await;
+    match text {
+        Ok(Ok(text)) => (StatusCode::OK, text),
+        Ok(Err(error)) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error:#}\n")),
+        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
+    }
+}
+
+/// Healthy while every pool answers.
+async fn healthz(State((_, node)): State<(Metrics, Node)>) -> impl IntoResponse {
+    match tokio::task::spawn_blocking(move || node.volumes().space(None)).await {
+        Ok(Ok(_)) => (StatusCode::OK, "ok\n".to_owned()),
+        Ok(Err(error)) => {
+            (StatusCode::SERVICE_UNAVAILABLE, format!("{}\n", crate::chain::Chain(&error)))
+        }
+        Err(error) => (StatusCode::SERVICE_UNAVAILABLE, format!("{error}\n")),
+    }
+}
