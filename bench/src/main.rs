@@ -1,1 +1,3 @@
+//! Latency, memory and throughput of qsd-csi.
+
 fn main() {}

@@ -82,7 +82,9 @@ impl FromStr for PoolAt {
 }
 
 /// How long a client may keep a connection open after the last call in flight has ended.
-const LAST_CALLS: Duration = Duration::from_mins(1);
+///
+/// Kubernetes kills a container 30 s after it told it to end.
+const LAST_CALLS: Duration = Duration::from_secs(20);
 
 pub(super) async fn run(args: Args) -> anyhow::Result<()> {
     let begin = Instant::now();

@@ -11,7 +11,7 @@ use crate::{
     volume::Claim,
 };
 use pb::node_service_capability::{Rpc, Type, rpc};
-use std::{collections::HashMap, sync::Arc};
+use std::{collections::HashMap, path::Path, sync::Arc};
 use tonic::{Request, Response, Status};
 
 /// The Node service.
@@ -103,9 +103,12 @@ impl node_server::Node for NodeService {
     ) -> Result<Response<pb::NodeGetVolumeStatsResponse>, Status> {
         let request = request.into_inner();
         let id = parse::volume_id(request.volume_id)?;
-        let path = parse::path("volume_path", request.volume_path)?;
+        if request.volume_path.is_empty() {
+            return Err(parse::Error::Empty("volume_path").into());
+        }
         let id = self.0.find(id)?.id().clone();
-        let volume = self.0.node.volume_at(&id, path.as_path())?;
+        // Only compared with what is known, so that any path we do not know is just not found.
+        let volume = self.0.node.volume_at(&id, Path::new(&request.volume_path))?;
         let (total, used) = blocking(move || (volume.size(), volume.allocated())).await;
         Ok(Response::new(pb::NodeGetVolumeStatsResponse {
             usage: vec![pb::VolumeUsage {

@@ -45,6 +45,7 @@ pub(super) fn commands(layers: &[Layer], socket: &Path) -> Vec<Command> {
         "driver": "throttle",
         "node-name": TOP,
         "throttle-group": THROTTLE,
+        "discard": "unmap", // or the filter would swallow it
         "file": layer_name(layers.len().saturating_sub(1)),
     })));
     commands.push(Command::new("block-export-add", vhost_user(socket)));

@@ -1,0 +1,20 @@
+//! Drives the built driver over its socket, with real storage daemons, real virtual machines and
+//! the real csi-sanity. A missing part fails a test; `make setup` installs them all.
+
+#![expect(
+    clippy::unwrap_used,
+    clippy::print_stderr,
+    reason = "a test that cannot go on fails, and says what it measured"
+)]
+
+mod bad_input;
+mod cli;
+mod crash;
+mod harness;
+mod lifecycle;
+mod listing;
+mod processes;
+mod sanity;
+mod spec;
+mod storm;
+mod vm;

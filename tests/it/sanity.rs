@@ -1,0 +1,64 @@
+//! The real csi-sanity against the driver, in mount mode.
+
+use crate::harness::{Driver, part};
+use std::{collections::BTreeMap, process::Command};
+
+/// What csi-sanity skips: the reason it gives, and the capability that would make it run.
+///
+/// The health calls are of CSI 1.13, which this csi-sanity knows and our CSI 1.12 does not have.
+const SKIPPED: [(&str, &str); 19] = [
+    ("Controller Publish, UnpublishVolume not supported", "PUBLISH_UNPUBLISH_VOLUME"),
+    ("ControllerPublishVolume not supported", "PUBLISH_UNPUBLISH_VOLUME"),
+    ("ControllerUnpublishVolume not supported", "PUBLISH_UNPUBLISH_VOLUME"),
+    ("ControllerExpandVolume not supported", "EXPAND_VOLUME"),
+    ("NodeExpandVolume not supported", "EXPAND_VOLUME (node)"),
+    ("ControllerModifyVolume not supported", "MODIFY_VOLUME"),
+    ("Modify Volume not supported", "MODIFY_VOLUME"),
+    ("Modify volume not supported", "MODIFY_VOLUME"),
+    ("CreateSnapshot not supported", "CREATE_DELETE_SNAPSHOT"),
+    ("DeleteSnapshot not supported", "CREATE_DELETE_SNAPSHOT"),
+    ("Snapshot not supported", "CREATE_DELETE_SNAPSHOT"),
+    ("ListSnapshots not supported", "LIST_SNAPSHOTS"),
+    ("GetSnapshot not supported", "GET_SNAPSHOT"),
+    ("Volume Cloning not supported", "CLONE_VOLUME"),
+    ("GroupControllerService not supported", "GROUP_CONTROLLER_SERVICE"),
+    ("ControllerGetVolumeHealth not supported", "CSI 1.13"),
+    ("ControllerListVolumeHealth not supported", "CSI 1.13"),
+    ("NodeGetStorageHealth not supported", "CSI 1.13"),
+    ("NodeGetVolumeHealth not supported", "CSI 1.13"),
+];
+
+#[tokio::test]
+async fn csi_sanity_fails_nothing_and_skips_only_what_is_not_advertised() {
+    let driver = Driver::start().await;
+    let report = driver.path("sanity.json");
+    let mut sanity = Command::new(part("bin/csi-sanity"));
+    sanity
+        .args(["--csi.endpoint", &driver.endpoint()])
+        .args(["--csi.mountdir", &driver.text("mount")])
+        .args(["--csi.stagingdir", &driver.text("stage")])
+        .args(["--csi.testvolumesize", "1073741824"])
+        .arg(format!("--ginkgo.json-report={}", report.display()));
+    let run = tokio::task::spawn_blocking(move || sanity.output().unwrap()).await.unwrap();
+    let output = String::from_utf8_lossy(&run.stdout).into_owned();
+    assert!(run.status.success(), "{output}");
+    let report: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(report).unwrap()).unwrap();
+    let specs = report[0]["SpecReports"].as_array().unwrap();
+    let count = |state: &str| specs.iter().filter(|spec| spec["State"] == state).count();
+    let (passed, failed, skipped) = (count("passed"), count("failed"), count("skipped"));
+    let mut by_capability = BTreeMap::<_, usize>::new();
+    for spec in specs.iter().filter(|spec| spec["State"] == "skipped") {
+        let reason = spec["Failure"]["Message"].as_str().unwrap();
+        let known = SKIPPED.iter().find(|(known, _)| *known == reason);
+        let (_, capability) = known.unwrap_or_else(|| panic!("skipped without need: {reason}"));
+        *by_capability.entry(capability).or_default() += 1;
+    }
+    eprintln!("csi-sanity: {passed} passed, {failed} failed, {skipped} skipped for want of:");
+    for (capability, count) in by_capability {
+        eprintln!("{count:5}  {capability}");
+    }
+    assert!(passed >= 42, "{passed}");
+    assert_eq!(failed, 0);
+    driver.assert_empty().await;
+}
