@@ -7,7 +7,6 @@ mod layer;
 pub use layer::Timed;
 
 use crate::node::Node;
-use anyhow::Context as _;
 use axum::{Router, extract::State, http::StatusCode, response::IntoResponse, routing::get};
 use prometheus_client::{
     encoding::{EncodeLabelSet, text::encode},
@@ -18,7 +17,8 @@ use prometheus_client::{
     },
     registry::{Registry, Unit},
 };
-use std::{net::SocketAddr, sync::Arc};
+use std::sync::Arc;
+use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 /// The labels of one timed call.
@@ -136,16 +136,13 @@ impl Metrics {
         Ok(())
     }
 
-    /// Serves `/metrics` and `/healthz` at `address` until told to stop.
+    /// Serves `/metrics` and `/healthz` until told to stop.
     pub async fn serve(
         self,
-        address: SocketAddr,
+        listener: TcpListener,
         node: Node,
         stop: CancellationToken,
     ) -> anyhow::Result<()> {
-        let listener = tokio::net::TcpListener::bind(address)
-            .await
-            .with_context(|| format!("metrics: listening at {address}"))?;
         let router = Router::new()
             .route("/metrics", get(metrics))
             .route("/healthz", get(healthz))

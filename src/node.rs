@@ -240,12 +240,14 @@ impl Node {
 
     /// An error while the volume is staged. Under the volume's claim the answer stays true.
     pub fn refuse_staged(&self, volume: &VolumeId) -> Result<(), Error> {
-        match self.attached().get(volume) {
-            None => Ok(()),
-            Some(Attached { attachment, .. }) => {
-                Err(Error::Staged { volume: volume.clone(), path: attachment.staging_path.clone() })
-            }
-        }
+        let dir = self.dir(volume);
+        let path = match self.attached().get(volume) {
+            Some(Attached { attachment, .. }) => attachment.staging_path.clone(),
+            // Of an attachment whose record cannot be read: a daemon may be at work there.
+            None if dir.exists() => dir.path().to_owned(),
+            None => return Ok(()),
+        };
+        Err(Error::Staged { volume: volume.clone(), path })
     }
 
     /// The volume at a path where it is staged or published.

@@ -30,7 +30,7 @@ use std::{
     time::Duration,
 };
 use tokio::{
-    net::{UnixListener, UnixStream},
+    net::{TcpListener, UnixListener, UnixStream},
     signal::unix::{SignalKind, signal},
     time::{Instant, timeout},
 };
@@ -92,14 +92,21 @@ pub(super) async fn run(args: Args) -> anyhow::Result<()> {
     let run = RunDir::open(&args.run_dir)?;
     let _lock = lock(&run)?;
     let listener = listen(args.endpoint.path()).await?;
+    let metrics_listener = match args.metrics {
+        Some(address) => {
+            let text = || format!("metrics: listening at {address}");
+            Some(TcpListener::bind(address).await.with_context(text)?)
+        }
+        None => None,
+    };
     let qsd = find_program(&args.qsd)?;
     let volumes = Arc::new(Volumes::recover(open_pools(args.pools)?)?);
     let program = std::env::current_exe().context("finding this program")?;
     let config = Config { name: args.node_id, run, qsd, program };
     let node = Node::start(config, volumes).await?;
     let metrics = Metrics::default();
-    if let Some(address) = args.metrics {
-        let served = metrics.clone().serve(address, node.clone(), stop.clone());
+    if let Some(listener) = metrics_listener {
+        let served = metrics.clone().serve(listener, node.clone(), stop.clone());
         tokio::spawn(async move {
             if let Err(error) = served.await {
                 warn!(error = format!("{error:#}"), "metrics");

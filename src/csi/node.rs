@@ -73,6 +73,7 @@ impl node_server::Node for NodeService {
         let staging_path = parse::path("staging_target_path", request.staging_target_path)?;
         let publish = Publish { staging_path, target, access };
         let work = |claim: Arc<Claim>, node: Node| async move {
+            node.serve(&claim).await?;
             blocking(move || node.publish(&claim, &publish)).await
         };
         self.0.claimed(&id, work).await?;

@@ -125,6 +125,6 @@ fn daemon_code(error: &qsd::Error) -> Code {
             | qsd::MonitorError::Closed
             | qsd::MonitorError::Deadline { .. } => Code::Unavailable,
         },
-        qsd::Error::Foreign(_) => Code::Internal,
+        qsd::Error::Foreign { .. } => Code::Internal,
     }
 }

@@ -90,13 +90,23 @@ impl HostPath {
         }
     }
 
-    /// Binds `source`, a directory of ours, onto this path. Already bound there is fine.
+    /// An error where the path lies in `dir`, which is ours alone.
+    pub(super) fn require_outside(&self, dir: &Path) -> Result<(), Error> {
+        if self.path.starts_with(dir) {
+            return Err(self.malformed("lies in the run directory of the driver"));
+        }
+        Ok(())
+    }
+
+    /// Binds `source`, the published directory of the volume `key`, onto this path. Already bound there is fine.
     ///
     /// A crash after the directory was made leaves an empty one, which the repeat takes.
-    pub(super) fn bind(&self, source: &Path) -> Result<Bound, Error> {
+    pub(super) fn bind(&self, source: &Path, key: &RunKey) -> Result<Bound, Error> {
         match self.kind()? {
             Kind::Nothing => self.make()?,
             Kind::Directory if self.is(source)? => return Ok(Bound::Already),
+            // What we published before our run directory was lost shows a directory that is gone.
+            Kind::Directory if self.is_mount_root()? && self.is_bound_to(key)? => self.unmount()?,
             Kind::Directory if self.is_mount_root()? => {
                 return Err(self.unsuitable("is a mount point of something else"));
             }

@@ -28,6 +28,7 @@ impl Node {
         self.volumes.find(id)?;
         let Attached { attachment, .. } = self.staged(claim, publish)?;
         let target = publish.target.as_path();
+        publish.target.require_outside(self.config.run.path())?;
         let known = attachment.targets.iter().any(|other| other == target);
         let shared = publish.access == AccessMode::SingleNodeMultiWriter;
         if let Some(other) = attachment.targets.first()
@@ -38,7 +39,7 @@ impl Node {
         }
         self.note(attachment.with_target(target))?;
         crash::point("node-publish-intent");
-        let bound = publish.target.bind(&self.dir(id).export());
+        let bound = publish.target.bind(&self.dir(id).export(), &id.run_key());
         if bound.is_err() && !known {
             // Nothing of ours is there: the target is somebody else's.
             self.forget_target(claim, &publish.target)?;

@@ -84,7 +84,8 @@ impl Node {
         Ok(())
     }
 
-    async fn running(&self) -> Result<HashMap<RunKey, i32>, Error> {
+    /// The daemons that run.
+    pub(super) async fn running(&self) -> Result<HashMap<RunKey, i32>, Error> {
         let running = |process: Process| match process.state {
             State::Running => Some((process.key, process.pid)),
             State::Exited(_) => None,
@@ -152,6 +153,7 @@ impl Node {
             Err(error) => {
                 let reason = format!("its daemon {pid} cannot be taken over: {}", Chain(&error));
                 error!(volume = %id, reason, "left alone");
+                self.tasks.spawn(self.clone().revive(id.clone(), FIRST_PAUSE));
                 Service::Down { reason }
             }
         };

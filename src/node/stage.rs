@@ -7,6 +7,7 @@ use super::{
 use crate::{
     chain::Chain,
     crash,
+    qsd::Daemon,
     volume::{AccessMode, Claim, Outcome, VolumeId},
 };
 use tracing::{info, warn};
@@ -29,9 +30,13 @@ impl Node {
         let id = claim.volume();
         self.volumes.find(id)?;
         stage.staging_path.require_directory()?;
-        let Some(attached) = self.find(id) else {
-            self.stage_afresh(claim, &stage).await?;
-            return Ok(Outcome::Done);
+        let attached = match self.find(id) {
+            Some(attached) if attached.attachment.phase == Phase::Staged => attached,
+            // Nothing, or an unstaging that broke off, which staging afresh finishes.
+            Some(_) | None => {
+                self.stage_afresh(claim, &stage).await?;
+                return Ok(Outcome::Done);
+            }
         };
         let is = &attached.attachment;
         if is.staging_path != stage.staging_path.as_path() {
@@ -42,30 +47,35 @@ impl Node {
             let (is, asked) = (is.access, stage.access);
             return Err(Error::StagedOtherwise { volume: id.clone(), is, asked });
         }
-        match attached.service {
-            Service::Up(_) => Ok(Outcome::AlreadySo),
-            Service::Down { .. } => {
-                self.restart(claim).await?;
-                Ok(Outcome::Done)
-            }
+        self.serve(claim).await
+    }
+
+    /// Sees to it that a staged volume is served.
+    pub async fn serve(&self, claim: &Claim) -> Result<Outcome, Error> {
+        match self.find(claim.volume()).map(|attached| attached.service) {
+            Some(Service::Down { .. }) => self.restart(claim).await.map(|()| Outcome::Done),
+            Some(Service::Up(_)) | None => Ok(Outcome::AlreadySo),
         }
     }
 
     async fn stage_afresh(&self, claim: &Claim, stage: &Stage) -> Result<(), Error> {
         let id = claim.volume();
         let dir = self.dir(id);
-        if dir.exists() {
-            // Of an attachment nobody knows any more; whatever runs there holds the lock.
-            self.clear(id).await?;
-        }
+        // Of an attachment that nobody knows any more or that was to end: its directory may still
+        // be published, so it stays, and what runs there is taken over or ended.
+        let is_left_over = dir.exists();
         let staging_path = stage.staging_path.as_path().to_owned();
         let intent = Attachment::new(id.clone(), staging_path, stage.access);
         let steps = async {
             dir.create().map_err(Error::run(dir.path()))?;
             self.save(&intent)?;
             crash::point("node-stage-intent");
-            let daemon = self.launch(id)?.start(&self.supervisor).await;
-            let daemon = daemon.map_err(Error::daemon(id))?;
+            let daemon = if is_left_over {
+                self.try_restart(id).await?.0
+            } else {
+                let daemon = self.launch(id)?.start(&self.supervisor).await;
+                daemon.map_err(Error::daemon(id))?
+            };
             crash::point("node-stage-served");
             info!(volume = %id, pid = daemon.pid(), version = daemon.version(), "staged");
             let attached = Attached::new(intent.in_phase(Phase::Staged), Service::Up(daemon));
@@ -74,10 +84,11 @@ impl Node {
             Ok(())
         };
         let outcome = steps.await;
-        if outcome.is_err()
-            && let Err(error) = self.clear(id).await
-        {
-            warn!(volume = %id, error = %Chain(&error), "taking back a staging");
+        if outcome.is_err() {
+            self.attached().remove(id);
+            if let Err(error) = self.clear(id).await {
+                warn!(volume = %id, error = %Chain(&error), "taking back a staging");
+            }
         }
         crash::point("node-stage-done");
         outcome
@@ -118,17 +129,19 @@ impl Node {
         dir.remove().map_err(Error::run(dir.path()))
     }
 
-    /// Starts the daemon of an attachment again, on the same paths.
+    /// Serves an attachment again, on the same paths: takes over the daemon that runs, or starts
+    /// another.
+    ///
+    /// A daemon that runs but cannot be taken over is left alone while the volume is published,
+    /// since a VM may be at work on it.
     pub(super) async fn restart(&self, claim: &Claim) -> Result<(), Error> {
         let id = claim.volume();
-        self.supervisor.kill(&id.run_key()).await?;
-        let launch = self.launch(id)?;
-        let outcome = launch.start(&self.supervisor).await.map_err(Error::daemon(id));
+        let outcome = self.try_restart(id).await;
         let mut attached = self.attached();
         let Some(one) = attached.get_mut(id) else { return outcome.map(drop) };
         match outcome {
-            Ok(daemon) => {
-                one.restarts += 1;
+            Ok((daemon, new)) => {
+                one.restarts += u64::from(new == Outcome::Done);
                 info!(volume = %id, pid = daemon.pid(), restarts = one.restarts, "served again");
                 one.service = Service::Up(daemon);
                 Ok(())
@@ -138,5 +151,20 @@ impl Node {
                 Err(error)
             }
         }
+    }
+
+    async fn try_restart(&self, id: &VolumeId) -> Result<(Daemon, Outcome), Error> {
+        let (key, launch) = (id.run_key(), self.launch(id)?);
+        if let Some(pid) = self.running().await?.get(&key) {
+            let published = self.find(id).is_some_and(|one| !one.attachment.targets.is_empty());
+            match launch.adopt(*pid).await {
+                Ok(daemon) => return Ok((daemon, Outcome::AlreadySo)),
+                Err(error) if published => return Err(Error::daemon(id)(error)),
+                Err(error) => warn!(volume = %id, pid, error = %Chain(&error), "killing a daemon"),
+            }
+        }
+        self.supervisor.kill(&key).await?;
+        let daemon = launch.start(&self.supervisor).await.map_err(Error::daemon(id))?;
+        Ok((daemon, Outcome::Done))
     }
 }

@@ -36,9 +36,14 @@ pub enum Error {
     /// It ended before it could serve.
     #[error("qemu-storage-daemon ended at its start: {0}")]
     Ended(String),
-    /// It runs, but without the export of the volume.
-    #[error("qemu-storage-daemon {0} runs without the export of the volume")]
-    Foreign(i32),
+    /// It runs, but does not serve what it should.
+    #[error("qemu-storage-daemon {pid} {what}")]
+    Foreign {
+        /// Its process id.
+        pid: i32,
+        /// What it does instead.
+        what: String,
+    },
 }
 
 /// All it takes to have the daemon of one volume.
@@ -113,7 +118,15 @@ impl Launch {
         let exports = monitor.execute(Command::new("query-block-exports", json!({}))).await?;
         let ours = |export: &Value| export["id"] == graph::VHOST_USER;
         if !exports.as_array().is_some_and(|exports| exports.iter().any(ours)) {
-            return Err(Error::Foreign(pid));
+            return Err(Error::Foreign { pid, what: "has no export of the volume".to_owned() });
+        }
+        let nodes = Command::new("query-named-block-nodes", json!({ "flat": true }));
+        let nodes = monitor.execute(nodes).await?;
+        let files = graph::files_of_layers(&nodes);
+        let own: Vec<_> = self.layers.iter().map(|layer| layer.path.clone()).collect();
+        if files != own {
+            let what = format!("serves {files:?}, and the layers are {own:?}");
+            return Err(Error::Foreign { pid, what });
         }
         let version = version(&monitor).await?;
         Ok(Daemon { monitor, pid, version, since: Instant::now() })
@@ -167,7 +180,7 @@ impl Error {
     /// Whether another attempt may end better: not after a refusal, which has a reason.
     fn may_pass(&self) -> bool {
         match self {
-            Self::Supervisor(_) | Self::Foreign(_) | Self::Ended(_) => false,
+            Self::Supervisor(_) | Self::Foreign { .. } | Self::Ended(_) => false,
             Self::Monitor(error) => match error {
                 monitor::Error::Refused { .. } => false,
                 monitor::Error::Connect(_)

@@ -12,7 +12,7 @@
 use super::Command;
 use crate::volume::{Format, Layer};
 use serde_json::{Value, json};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The node that every export stands on.
 const TOP: &str = "top";
@@ -50,6 +50,18 @@ pub(super) fn commands(layers: &[Layer], socket: &Path) -> Vec<Command> {
     })));
     commands.push(Command::new("block-export-add", vhost_user(socket)));
     commands
+}
+
+/// The files of the layers among a daemon's nodes, from the active one down.
+pub(super) fn files_of_layers(nodes: &Value) -> Vec<PathBuf> {
+    let file_of = |depth: usize| {
+        let mut nodes = nodes.as_array()?.iter();
+        let node = nodes.find(|node| node["node-name"] == layer_name(depth).as_str())?;
+        Some(PathBuf::from(node["file"].as_str()?))
+    };
+    let mut files: Vec<_> = (0..).map_while(file_of).collect();
+    files.reverse();
+    files
 }
 
 fn layer_name(depth: usize) -> String {
@@ -111,6 +123,19 @@ mod test {
         let names: Vec<_> = nodes.map(|node| node.arguments["node-name"].clone()).collect();
         assert_eq!(names, ["L0", "top"]);
         assert_eq!(commands.last().unwrap().name, "block-export-add");
+    }
+
+    #[test]
+    fn the_layers_of_a_daemon_are_found_by_their_names() {
+        let nodes = json!([
+            { "node-name": "top", "file": "/b" },
+            { "node-name": "#block123", "file": "/b" },
+            { "node-name": "L1", "file": "/b" },
+            { "node-name": "L0", "file": "/a" },
+            { "node-name": "L3", "file": "/x" },
+        ]);
+        assert_eq!(files_of_layers(&nodes), [Path::new("/b"), Path::new("/a")]);
+        assert!(files_of_layers(&json!({})).is_empty());
     }
 
     #[test]

@@ -7,7 +7,11 @@ use crate::{run::RunDir, volume::RunKey};
 use futures_util::SinkExt as _;
 use serde::de::DeserializeOwned;
 use std::{
-    fs::OpenOptions, io, os::unix::fs::OpenOptionsExt as _, path::PathBuf, process::Stdio,
+    fs::OpenOptions,
+    io,
+    os::unix::fs::OpenOptionsExt as _,
+    path::{Path, PathBuf},
+    process::Stdio,
     time::Duration,
 };
 use tokio::{
@@ -162,7 +166,10 @@ impl Client {
         let start = || {
             let mut log = OpenOptions::new();
             let log = log.create(true).append(true).mode(0o600).open(self.run.supervisor_log())?;
-            let mut child = Command::new(&self.program)
+            // A program that was replaced by an upgrade can still be started as what runs here.
+            let own = Path::new("/proc/self/exe");
+            let program = if self.program.exists() { &self.program } else { own };
+            let mut child = Command::new(program)
                 .arg("supervisor")
                 .arg("--run-dir")
                 .arg(self.run.path())

@@ -1,10 +1,8 @@
 //! Deletion of a volume.
 
-use super::{
-    Claim, Entry, Error, Format, Outcome, Volume, VolumeId, Volumes, record, record::Phase,
-};
+use super::{Claim, Entry, Error, Format, Outcome, Volume, Volumes, record, record::Phase};
 use crate::{crash, pool, store};
-use std::path::PathBuf;
+use std::{io, path::PathBuf};
 
 impl Volumes {
     /// Deletes a volume and its layer; one that is gone is fine.
@@ -13,35 +11,38 @@ impl Volumes {
     /// back: a crash after it is driven on at start-up, a failure by the next call.
     pub fn delete(&self, claim: &Claim) -> Result<Outcome, Error> {
         let id = claim.volume();
-        let Some(volume) = self.deletable(id)? else { return Ok(Outcome::AlreadySo) };
-        volume.delete().map_err(Error::pool(id))?;
+        let volume = match self.index().get(id) {
+            None => return Ok(Outcome::AlreadySo),
+            Some(Entry::Volume(volume)) => volume.clone(),
+            Some(Entry::Damaged { reason, .. }) => {
+                return Err(Error::Damaged { volume: id.clone(), reason: reason.clone() });
+            }
+        };
+        let intended = volume.intend_deletion().map_err(Error::pool(id))?;
+        self.index().insert(id.clone(), Entry::Volume(intended.clone()));
+        intended.remove().map_err(Error::pool(id))?;
         self.index().remove(id);
         Ok(Outcome::Done)
-    }
-
-    /// The volume, marked in the index as one that nobody may use any more.
-    fn deletable(&self, id: &VolumeId) -> Result<Option<Volume>, Error> {
-        match self.index().get_mut(id) {
-            None => Ok(None),
-            Some(Entry::Damaged { reason, .. }) => {
-                Err(Error::Damaged { volume: id.clone(), reason: reason.clone() })
-            }
-            Some(Entry::Volume(volume)) => {
-                let active = volume.record.phase.active();
-                volume.record.phase = Phase::Deleting { active };
-                Ok(Some(volume.clone()))
-            }
-        }
     }
 }
 
 impl Volume {
-    /// Intent, then removal.
-    pub(super) fn delete(&self) -> Result<(), pool::Error> {
+    /// The volume with the intent to delete it recorded.
+    ///
+    /// A full pool has no room for that, and deletion is the way out: then the record goes first,
+    /// which needs none. A crash after that leaves layers that nothing names, which start-up
+    /// removes.
+    fn intend_deletion(&self) -> Result<Self, pool::Error> {
         let intent = self.record.in_phase(Phase::Deleting { active: self.record.phase.active() });
-        record(&self.pool, &self.pool.volume_record(&self.id), &intent)?;
+        let path = self.pool.volume_record(&self.id);
+        match record(&self.pool, &path, &intent) {
+            Err(error) if error.io_kind() == Some(io::ErrorKind::StorageFull) => {
+                store::remove(&path).map_err(|source| self.pool.store(source))?;
+            }
+            outcome => outcome?,
+        }
         crash::point("volume-delete-intent");
-        self.remove()
+        Ok(Self { record: intent, ..self.clone() })
     }
 
     /// Removes all that belongs to the volume, its record last. Every step may be repeated.

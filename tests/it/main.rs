@@ -10,6 +10,7 @@
 mod bad_input;
 mod cli;
 mod crash;
+mod full;
 mod harness;
 mod lifecycle;
 mod listing;

@@ -171,9 +171,10 @@ async fn after_a_reboot_nothing_is_staged_and_everything_can_be() {
 }
 
 #[tokio::test]
-async fn a_run_directory_that_was_wiped_can_still_be_unpublished() {
+async fn a_run_directory_that_was_wiped_can_still_be_unpublished_and_published() {
     let mut driver = Driver::start().await;
     let volume = driver.published("pvc-1").await;
+    let other = driver.published("pvc-2").await;
     driver.kill();
     let supervisors = supervisors_of(&driver.path("run"));
     let scratch = driver.path("x").parent().unwrap().to_owned();
@@ -184,6 +185,11 @@ async fn a_run_directory_that_was_wiped_can_still_be_unpublished() {
     fs::remove_dir_all(driver.path("run")).unwrap();
     driver.launch(&[], None);
     driver.answers().await;
+    driver.remove(&other).await;
+    // A kubelet that starts again stages and publishes again, over what is still mounted.
+    driver.stage(&volume).await.unwrap();
+    driver.publish(&volume).await.unwrap();
+    assert!(driver.socket(&volume).exists());
     driver.remove(&volume).await;
     driver.assert_empty().await;
 }
@@ -299,4 +305,48 @@ async fn metrics_tell_of_calls_daemons_and_pools() {
     }
     assert!(get("/healthz").await.starts_with("HTTP/1.1 200"));
     driver.remove("pvc-1").await;
+}
+
+#[tokio::test]
+async fn a_daemon_that_does_not_answer_is_left_alone_and_taken_over_when_it_does() {
+    let mut driver = Driver::start().await;
+    driver.published("pvc-1").await;
+    let daemons = driver.daemons().await;
+    driver.kill();
+    signal(daemons[0], "STOP");
+    driver.launch(&[], None);
+    driver.answers().await;
+    let attachment = driver.inspect().await.remove(0).attachment.unwrap();
+    assert!(attachment.trouble.contains("no answer"), "{}", attachment.trouble);
+    let error = driver.stage("pvc-1").await.unwrap_err();
+    assert!([Code::Unavailable, Code::Aborted].contains(&error.code()), "{error}");
+    assert!(is_alive(daemons[0]), "a VM may be at work on it");
+    signal(daemons[0], "CONT");
+    until("it is taken over", async || driver.daemons().await == daemons).await;
+    driver.remove("pvc-1").await;
+    driver.assert_empty().await;
+}
+
+#[tokio::test]
+async fn a_volume_whose_attachment_cannot_be_read_is_not_deleted_under_its_daemon() {
+    let mut driver = Driver::start().await;
+    driver.published("pvc-1").await;
+    driver.kill();
+    let run = driver.path("run");
+    let key = names(&run).into_iter().find(|name| name.len() == 12).unwrap();
+    fs::File::create(run.join(&key).join("attachment.json")).unwrap();
+    driver.launch(&[], None);
+    driver.answers().await;
+    let error = driver.delete("pvc-1").await.unwrap_err();
+    assert_eq!(error.code(), Code::FailedPrecondition);
+    assert!(error.message().contains(&key), "{error}");
+    assert_eq!(names(&driver.path("pool/layers")).len(), 1);
+    // Staging it again, as kubelet does after its restart, mends it under the running VM.
+    let daemons = crate::harness::daemons_below(&run);
+    driver.stage("pvc-1").await.unwrap();
+    driver.publish("pvc-1").await.unwrap();
+    assert_eq!(driver.daemons().await, daemons);
+    assert!(driver.socket("pvc-1").exists());
+    driver.remove("pvc-1").await;
+    driver.assert_empty().await;
 }
