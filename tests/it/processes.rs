@@ -75,6 +75,26 @@ async fn an_upgrade_of_the_driver_leaves_what_is_published() {
     driver.assert_empty().await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_driver_that_is_told_to_end_finishes_the_calls_in_flight() {
+    let mut driver = Driver::start().await;
+    driver.create("pvc-1").await;
+    let request = driver.stage_request("pvc-1");
+    fs::create_dir(&request.staging_target_path).unwrap();
+    let mut node = driver.node();
+    let call = tokio::spawn(async move { node.node_stage_volume(request).await });
+    let run = driver.path("run");
+    until("the call is in flight", async || names(&run).iter().any(|name| name.len() == 12)).await;
+    assert!(driver.terminate().await.success());
+    call.await.unwrap().unwrap();
+    driver.launch(&[], None);
+    driver.answers().await;
+    assert_eq!(driver.daemons().await.len(), 1);
+    driver.unstage("pvc-1").await.unwrap();
+    driver.delete("pvc-1").await.unwrap();
+    driver.assert_empty().await;
+}
+
 #[tokio::test]
 async fn a_daemon_that_dies_is_started_again_and_the_vm_goes_on() {
     let driver = Driver::start().await;
