@@ -24,6 +24,7 @@
 
 mod chain;
 pub mod cli;
+mod code;
 mod crash;
 pub mod csi;
 pub mod metrics;

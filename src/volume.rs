@@ -66,22 +66,28 @@ pub enum Error {
     #[error("parameters: pool is {0:?}, and this node has no pool of that name")]
     UnknownPool(String),
     /// The volume would fit if the pool were emptier.
-    #[error("capacity_range: {size} bytes are more than the {free} bytes free in pool {pool}")]
+    #[error(
+        "capacity_range: {size} ({} bytes) are more than the {free} free in pool {pool}",
+        size.count()
+    )]
     PoolFull {
         /// The pool.
         pool: PoolName,
         /// Size of the volume.
-        size: u64,
+        size: Bytes,
         /// What is free.
-        free: u64,
+        free: Bytes,
     },
     /// The volume fits into no pool, however empty.
-    #[error("capacity_range: {size} bytes are more than the {total} bytes of the largest pool")]
+    #[error(
+        "capacity_range: {size} ({} bytes) are more than the {total} of the largest pool",
+        size.count()
+    )]
     TooLarge {
         /// Size of the volume.
-        size: u64,
+        size: Bytes,
         /// What the largest pool that was asked for has.
-        total: u64,
+        total: Bytes,
     },
     /// A pool refused.
     #[error("volume {volume}")]

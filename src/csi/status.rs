@@ -3,6 +3,7 @@
 use super::parse;
 use crate::{
     chain::Chain,
+    code,
     node::{self, HostError},
     pool, qsd,
     volume::{self, Busy},
@@ -13,9 +14,10 @@ use tonic::{Code, Status};
 /// The status for an error: its code, and the text of it and of all its causes.
 fn status(code: Code, error: &dyn Error) -> Status {
     let text = Chain(error).to_string();
+    let name = code::name(code);
     match code {
-        Code::Internal | Code::DataLoss => tracing::error!(%code, error = text, "failed"),
-        _ => tracing::info!(%code, error = text, "refused"),
+        Code::Internal | Code::DataLoss => tracing::error!(code = name, error = text, "failed"),
+        _ => tracing::info!(code = name, error = text, "refused"),
     }
     Status::new(code, text)
 }

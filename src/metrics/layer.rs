@@ -1,6 +1,7 @@
 //! The tower layer that times every call.
 
 use super::{Call, Metrics};
+use crate::code;
 use http::{Request, Response};
 use std::{
     pin::Pin,
@@ -53,32 +54,9 @@ where
             // A unary call that fails says so in its headers; one without a word went well.
             let status = Status::from_header_map(response.headers());
             let code = status.map_or(Code::Ok, |status| status.code());
-            let call = Call { rpc, code: name(code).to_owned() };
+            let call = Call { rpc, code: code::name(code).to_owned() };
             metrics.seconds.get_or_create(&call).observe(begin.elapsed().as_secs_f64());
             Ok(response)
         })
-    }
-}
-
-/// The name of a code in the gRPC standard.
-fn name(code: Code) -> &'static str {
-    match code {
-        Code::Ok => "OK",
-        Code::Cancelled => "CANCELLED",
-        Code::Unknown => "UNKNOWN",
-        Code::InvalidArgument => "INVALID_ARGUMENT",
-        Code::DeadlineExceeded => "DEADLINE_EXCEEDED",
-        Code::NotFound => "NOT_FOUND",
-        Code::AlreadyExists => "ALREADY_EXISTS",
-        Code::PermissionDenied => "PERMISSION_DENIED",
-        Code::ResourceExhausted => "RESOURCE_EXHAUSTED",
-        Code::FailedPrecondition => "FAILED_PRECONDITION",
-        Code::Aborted => "ABORTED",
-        Code::OutOfRange => "OUT_OF_RANGE",
-        Code::Unimplemented => "UNIMPLEMENTED",
-        Code::Internal => "INTERNAL",
-        Code::Unavailable => "UNAVAILABLE",
-        Code::DataLoss => "DATA_LOSS",
-        Code::Unauthenticated => "UNAUTHENTICATED",
     }
 }

@@ -95,13 +95,12 @@ fn roomiest(pools: &[Arc<Pool>], size: Bytes) -> Result<Arc<Pool>, Error> {
             best = Some((space.free, pool));
         }
     }
-    let (size, total) = (size.count(), largest.count());
     match best {
-        Some((free, pool)) if size <= free.count() => Ok(pool.clone()),
-        Some((free, pool)) if size <= total => {
-            Err(Error::PoolFull { pool: pool.name().clone(), size, free: free.count() })
+        Some((free, pool)) if size <= free => Ok(pool.clone()),
+        Some((free, pool)) if size <= largest => {
+            Err(Error::PoolFull { pool: pool.name().clone(), size, free })
         }
-        Some(_) | None => Err(Error::TooLarge { size, total }),
+        Some(_) | None => Err(Error::TooLarge { size, total: largest }),
     }
 }
 

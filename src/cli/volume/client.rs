@@ -25,10 +25,12 @@ pub(super) struct Client {
 impl Client {
     pub(super) async fn connect(endpoint: &Endpoint) -> anyhow::Result<Self> {
         let channel = Address::try_from(endpoint.to_string())?.connect().await;
-        let channel = channel.with_context(|| {
-            format!(
-                "no driver answers at {endpoint}; start one (qsd-csi standalone --help) or say \
-                 where it is with --endpoint"
+        let channel = channel.map_err(|error| {
+            let error = anyhow::Error::from(error);
+            let cause = error.root_cause();
+            anyhow!(
+                "no driver answers at {endpoint}: {cause}\nnext: start one \
+                 (qsd-csi standalone --help) or say where it is with --endpoint"
             )
         })?;
         Ok(Self {
@@ -145,6 +147,7 @@ fn explain(status: &Status) -> anyhow::Error {
             "choose another name, or look at the one there is: \
                                 qsd-csi volume show"
         }
+        Code::FailedPrecondition => "see what stands in the way: qsd-csi volume show",
         Code::Aborted => "wait a moment and try again",
         Code::Unavailable => "try again; the log of the driver says more",
         Code::ResourceExhausted => "free some space, or ask for less",
