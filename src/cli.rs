@@ -6,6 +6,7 @@ mod volume;
 
 use crate::{run::RunDir, supervisor};
 use clap::{Parser, Subcommand};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::{
     fmt,
     io::{self, IsTerminal as _, Write as _},
@@ -40,6 +41,7 @@ enum Command {
 /// Runs the subcommand to its end.
 pub fn run(args: Args) -> ExitCode {
     start_tracing();
+    raise_file_limit();
     let outcome = match args.command {
         Command::Standalone(args) => block_on(standalone::run(args)),
         Command::Supervisor { run_dir } => block_on(supervise(&run_dir)),
@@ -70,6 +72,13 @@ fn start_tracing() {
     let filter = EnvFilter::try_from_env("QSD_CSI_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
     if io::stderr().is_terminal() { log.init() } else { log.json().flatten_event(true).init() }
+}
+
+/// Takes all the files we may have: a daemon costs the supervisor two, and the driver one, and the
+/// usual limit of 1024 would end at some hundred volumes.
+fn raise_file_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {

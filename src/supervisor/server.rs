@@ -127,9 +127,11 @@ impl Supervisor {
     }
 
     fn trim_logs(&self) {
-        for key in self.daemons().keys() {
-            if let Err(error) = process::trim_log(&self.run.volume(key).log()) {
-                warn!(%key, %error, "cutting a log");
+        let of_daemons = self.daemons().keys().map(|key| self.run.volume(key).log()).collect();
+        let logs: Vec<_> = [of_daemons, vec![self.run.supervisor_log()]].concat();
+        for log in logs {
+            if let Err(error) = process::trim_log(&log) {
+                warn!(log = %log.display(), %error, "cutting a log");
             }
         }
     }
