@@ -74,12 +74,5 @@ impl Edge {
 
 /// The id, if it is one of ours; another is unknown, not invalid.
 fn known(id: Result<VolumeId, InvalidName>) -> Result<VolumeId, Status> {
-    id.map_err(|error| Status::not_found(format!("volume_id: {error}")))
-}
-
-/// Runs blocking file work where it holds up nobody.
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
-    let span = tracing::Span::current();
-    let outcome = tokio::task::spawn_blocking(move || span.in_scope(work)).await;
-    outcome.unwrap_or_else(|died| std::panic::resume_unwind(died.into_panic()))
+    Ok(id?)
 }

@@ -23,10 +23,11 @@ pub use publish::Publish;
 pub use stage::Stage;
 
 use crate::{
+    chain::Chain,
     qsd::{self, Daemon, Launch},
     run::{RunDir, VolumeDir},
     store, supervisor,
-    volume::{self, AccessMode, InFlight, NodeName, RunKey, Volume, VolumeId, Volumes},
+    volume::{self, AccessMode, InFlight, NodeName, Outcome, RunKey, Volume, VolumeId, Volumes},
 };
 use attachment::Attachment;
 use std::{
@@ -65,6 +66,26 @@ pub enum Error {
     /// The volume is staged for another use.
     #[error("volume_capability: volume {volume} is staged as {}, not {}", is.as_str(), asked.as_str())]
     StagedOtherwise {
+        /// The volume.
+        volume: VolumeId,
+        /// How it is staged.
+        is: AccessMode,
+        /// How it was asked for.
+        asked: AccessMode,
+    },
+    /// The volume is published here, for another use.
+    #[error("volume_capability: volume {volume} is published as {}, not {}", is.as_str(), asked.as_str())]
+    PublishedOtherwise {
+        /// The volume.
+        volume: VolumeId,
+        /// How it is published.
+        is: AccessMode,
+        /// How it was asked for.
+        asked: AccessMode,
+    },
+    /// The volume is staged for another use than it is to be published for.
+    #[error("volume_capability: volume {volume} is staged as {}; stage it as {}", is.as_str(), asked.as_str())]
+    NotStagedFor {
         /// The volume.
         volume: VolumeId,
         /// How it is staged.
@@ -283,18 +304,48 @@ impl Node {
         })
     }
 
+    /// Notes that a daemon serves the volume, and has its end watched from now on, also if it has
+    /// ended already.
+    fn serves(&self, volume: &VolumeId, daemon: Daemon, outcome: Outcome) {
+        let mut attached = self.attached();
+        let Some(one) = attached.get_mut(volume) else { return };
+        one.restarts += u64::from(outcome == Outcome::Done);
+        one.service = Service::Up(daemon.clone());
+        self.tasks.spawn(self.clone().watch_monitor(volume.clone(), daemon));
+    }
+
     fn find(&self, volume: &VolumeId) -> Option<Attached> {
         self.attached().get(volume).cloned()
+    }
+
+    /// Notes what became of an attachment on the way out, on disk first. A run directory that is
+    /// full must not keep anybody from leaving it: what the disk still says then is driven on, or
+    /// found to be done, after a crash.
+    fn note_leaving(&self, next: Attachment) -> Result<(), Error> {
+        match self.save(&next) {
+            Err(Error::Store { source, volume })
+                if source.io_kind() == Some(io::ErrorKind::StorageFull) =>
+            {
+                tracing::warn!(%volume, error = %Chain(&source), "run-dir");
+            }
+            outcome => outcome?,
+        }
+        self.remember(next);
+        Ok(())
     }
 
     /// Notes what became of an attachment, on disk first.
     fn note(&self, next: Attachment) -> Result<(), Error> {
         self.save(&next)?;
+        self.remember(next);
+        Ok(())
+    }
+
+    fn remember(&self, next: Attachment) {
         let mut attached = self.attached();
         if let Some(one) = attached.get_mut(&next.volume) {
             one.attachment = next;
         }
-        Ok(())
     }
 
     fn save(&self, attachment: &Attachment) -> Result<(), Error> {
@@ -309,7 +360,9 @@ impl Node {
 }
 
 impl Attached {
-    fn new(attachment: Attachment, service: Service) -> Self {
+    /// An attachment of whose daemon nothing is known yet.
+    fn new(attachment: Attachment) -> Self {
+        let service = Service::Down { reason: "not looked at yet".to_owned() };
         Self { attachment, service, restarts: 0, hasty_ends: 0 }
     }
 }

@@ -9,6 +9,7 @@
 //! POOL/layers/<uuid>.raw            data
 //! POOL/records/layers/<uuid>.json   parent, format, virtual size
 //! POOL/records/volumes/<id>.json    phase, active layer, size, parameters, access modes
+//! POOL/records/deleting/<id>.json   the same, once its end is decided
 //! ```
 
 use crate::{
@@ -97,6 +98,7 @@ struct Identity {
 const LAYERS: &str = "layers";
 const LAYER_RECORDS: &str = "records/layers";
 const VOLUME_RECORDS: &str = "records/volumes";
+const DELETING: &str = "records/deleting";
 
 impl Pool {
     /// Opens the pool in `dir`, making one of it if it is none yet, and locks it.
@@ -108,17 +110,27 @@ impl Pool {
         create_dir(dir).map_err(fail("creating", dir))?;
         let dir = dir.canonicalize().map_err(fail("resolving", dir))?;
         let lock = File::open(&dir).map_err(fail("opening", &dir))?;
-        if lock.try_lock().is_err() {
+        if store::lock(&lock).is_err() {
             return Err(Error::Locked { pool: name, dir });
         }
-        for part in [LAYERS, LAYER_RECORDS, VOLUME_RECORDS] {
+        let records = dir.join("records");
+        for part in [LAYERS, LAYER_RECORDS, VOLUME_RECORDS, DELETING] {
             create_dir(&dir.join(part)).map_err(fail("creating", &dir))?;
+        }
+        // What is durable in a directory is not, while the directory itself is not.
+        for made in [&records, &dir, dir.parent().unwrap_or(&dir)] {
+            store::sync(made).map_err(fail("syncing", made))?;
         }
         let pool = Self { name, dir, _lock: lock };
         pool.sweep()?;
         pool.identify()?;
         pool.try_direct_io()?;
         Ok(pool)
+    }
+
+    /// Where it lies.
+    pub fn dir(&self) -> &Path {
+        &self.dir
     }
 
     /// The name it was opened under.
@@ -182,6 +194,16 @@ impl Pool {
         self.dir.join(VOLUME_RECORDS).join(format!("{id}.json"))
     }
 
+    /// Where the record of a volume lies once its end is decided.
+    pub fn deleting_record(&self, id: &VolumeId) -> PathBuf {
+        self.dir.join(DELETING).join(format!("{id}.json"))
+    }
+
+    /// The records of the volumes whose end is decided, each with its name.
+    pub fn deleting_records(&self) -> Result<Vec<(PathBuf, String)>, Error> {
+        store::names(&self.dir.join(DELETING)).map_err(|source| self.store(source))
+    }
+
     /// The records of all layers, each with its name.
     pub fn layer_records(&self) -> Result<Vec<(PathBuf, String)>, Error> {
         store::names(&self.dir.join(LAYER_RECORDS)).map_err(|source| self.store(source))
@@ -198,7 +220,7 @@ impl Pool {
     }
 
     fn sweep(&self) -> Result<(), Error> {
-        for part in ["", LAYERS, LAYER_RECORDS, VOLUME_RECORDS] {
+        for part in ["", LAYERS, LAYER_RECORDS, VOLUME_RECORDS, DELETING] {
             store::sweep(&self.dir.join(part)).map_err(|source| self.store(source))?;
         }
         Ok(())
@@ -216,15 +238,14 @@ impl Pool {
 
     /// Opens a file as the daemons will, so that a pool that cannot work says so at once.
     fn try_direct_io(&self) -> Result<(), Error> {
-        let dir = self.dir.join(LAYERS);
-        let probe = tempfile::NamedTempFile::new_in(&dir).map_err(self.io("probing", &dir))?;
+        let file = self.dir.join("pool.json");
         let direct = i32::try_from(OFlags::DIRECT.bits()).expect("a flag of open(2) is an int");
-        match OpenOptions::new().read(true).custom_flags(direct).open(probe.path()) {
+        match OpenOptions::new().read(true).custom_flags(direct).open(&file) {
             Ok(_) => Ok(()),
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
                 Err(Error::NoDirectIo { pool: self.name.clone(), dir: self.dir.clone() })
             }
-            Err(error) => Err(self.io("probing", &dir)(error)),
+            Err(error) => Err(self.io("probing", &file)(error)),
         }
     }
 

@@ -12,7 +12,7 @@
 //! RUN/<key>/export/           the directory that is published: vhost.sock              (daemon)
 //! ```
 
-use crate::volume::RunKey;
+use crate::{store, volume::RunKey};
 use std::{
     fs, io,
     os::unix::fs::DirBuilderExt as _,
@@ -57,7 +57,8 @@ impl RunDir {
         let fail = |source| Error::Io { dir: dir.to_owned(), source };
         make_dir(dir).map_err(fail)?;
         let run = Self(dir.canonicalize().map_err(fail)?);
-        let longest = run.0.join("012345678901/export/vhost.sock").as_os_str().len();
+        let longest =
+            run.0.join("0".repeat(RunKey::LENGTH)).join("export/vhost.sock").as_os_str().len();
         match longest.checked_sub(LONGEST_SOCKET) {
             None | Some(0) => Ok(run),
             Some(excess) => Err(Error::TooLong { dir: dir.to_owned(), excess }),
@@ -168,14 +169,16 @@ impl VolumeDir {
         [self.monitor(), self.debug_monitor(), self.vhost_socket()].iter().try_for_each(remove)
     }
 
-    /// Removes all of it, the record first. What is not ours stays, and is an error.
+    /// Removes all of it, the record first. The published directory goes with whatever somebody
+    /// left in it; beside it, what is not ours stays, and is an error.
     pub fn remove(&self) -> io::Result<()> {
         remove(&self.attachment())?;
+        remove(&store::draft_of(&self.attachment()))?;
         self.remove_sockets()?;
         remove(&self.log())?;
         remove(&self.lock())?;
-        remove_dir(&self.export())?;
-        remove_dir(&self.0)
+        fs::remove_dir_all(self.export()).or_else(gone)?;
+        fs::remove_dir(&self.0).or_else(gone)
     }
 }
 
@@ -185,10 +188,6 @@ fn make_dir(dir: &Path) -> io::Result<()> {
 
 fn remove(path: &PathBuf) -> io::Result<()> {
     fs::remove_file(path).or_else(gone)
-}
-
-fn remove_dir(path: &Path) -> io::Result<()> {
-    fs::remove_dir(path).or_else(gone)
 }
 
 /// What is gone is as removed as can be.
@@ -203,9 +202,12 @@ mod test {
     #[test]
     fn a_directory_too_deep_for_sockets_is_refused_by_how_much() {
         let scratch = tempfile::tempdir().unwrap();
-        let deep = scratch.path().join("d".repeat(107 - 31 - scratch.path().as_os_str().len()));
+        // A slash, the key, and what follows it.
+        let room = 107 - (1 + RunKey::LENGTH + "/export/vhost.sock".len());
+        let name = |more: usize| "d".repeat(room - 1 - scratch.path().as_os_str().len() + more);
+        let deep = scratch.path().join(name(1));
         assert!(matches!(RunDir::open(&deep), Err(Error::TooLong { excess: 1, .. })));
-        let deep = scratch.path().join("d".repeat(107 - 32 - scratch.path().as_os_str().len()));
+        let deep = scratch.path().join(name(0));
         assert!(RunDir::open(&deep).is_ok());
     }
 
@@ -213,13 +215,14 @@ mod test {
     fn the_part_of_a_volume_goes_whole_and_a_foreign_file_stays() {
         let scratch = tempfile::tempdir().unwrap();
         let run = RunDir::open(scratch.path()).unwrap();
-        let volume = run.volume(&"0123456789ab".parse().unwrap());
+        let volume = run.volume(&"0123456789abcdef0123456789abcdef".parse().unwrap());
         volume.create().unwrap();
         fs::File::create(volume.vhost_socket()).unwrap();
-        fs::File::create(volume.export().join("foreign")).unwrap();
+        fs::create_dir_all(volume.export().join("left/behind")).unwrap();
+        fs::File::create(volume.path().join("foreign")).unwrap();
         assert_eq!(run.keys().unwrap().len(), 1);
         volume.remove().unwrap_err();
-        fs::remove_file(volume.export().join("foreign")).unwrap();
+        fs::remove_file(volume.path().join("foreign")).unwrap();
         volume.remove().unwrap();
         volume.remove().unwrap();
         assert!(run.keys().unwrap().is_empty());

@@ -7,9 +7,10 @@
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::{
-    fs::{self, File},
+    fs::{self, File, TryLockError},
     io::{self, Write},
     path::{Path, PathBuf},
+    time::{Duration, Instant},
 };
 
 /// What went wrong with a record, and with which.
@@ -66,43 +67,61 @@ impl<'de, const N: u32> Deserialize<'de> for Version<N> {
     }
 }
 
-/// Whether a write must survive the loss of power, or only the death of a process.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Durability {
-    Disk,
-    Memory,
-}
-
 /// Replaces `path` whole or not at all, and durably.
 ///
 /// A crash before the rename leaves a temporary file, which `sweep` removes; after it, the new
 /// record.
 pub fn replace<T: Serialize>(path: &Path, record: &T) -> Result<(), Error> {
-    write(path, record, Durability::Disk)
-}
-
-/// Replaces `path` whole or not at all, for a record that need not outlive a reboot.
-pub fn replace_volatile<T: Serialize>(path: &Path, record: &T) -> Result<(), Error> {
-    write(path, record, Durability::Memory)
-}
-
-fn write<T: Serialize>(path: &Path, record: &T, durability: Durability) -> Result<(), Error> {
     let dir = directory_of(path);
     let write = || {
         let mut file = tempfile::NamedTempFile::new_in(dir)?;
         serde_json::to_writer_pretty(&mut file, record)?;
         file.write_all(b"\n")?;
         file.flush()?;
-        if durability == Durability::Disk {
-            file.as_file().sync_all()?;
-        }
+        file.as_file().sync_all()?;
         file.persist(path)?;
-        if durability == Durability::Disk {
-            sync(dir)?; // the rename itself
-        }
-        Ok(())
+        sync(dir) // the rename itself
     };
     write().map_err(|source| Error::Io { action: "writing", path: path.to_owned(), source })
+}
+
+/// Replaces `path` whole or not at all, for a record that need not outlive a reboot.
+///
+/// One writer at a time. A crash before the rename leaves a draft, which the next write takes and
+/// whoever removes the record removes too.
+pub fn replace_volatile<T: Serialize>(path: &Path, record: &T) -> Result<(), Error> {
+    let draft = draft_of(path);
+    let write = || {
+        let mut file = File::create(&draft)?;
+        serde_json::to_writer_pretty(&mut file, record)?;
+        file.write_all(b"\n")?;
+        move_to(&draft, path)
+    };
+    write().map_err(|source| {
+        _ = fs::remove_file(&draft); // or a full file system would stay full of it
+        Error::Io { action: "writing", path: path.to_owned(), source }
+    })
+}
+
+/// The name under which `replace_volatile` writes what will be `path`.
+pub fn draft_of(path: &Path) -> PathBuf {
+    path.with_extension("draft")
+}
+
+/// Moves a record to another directory of its pool, durably. Needs no space, so it works where
+/// nothing can be written any more.
+pub fn relocate(from: &Path, to: &Path) -> Result<(), Error> {
+    let relocate = || {
+        move_to(from, to)?;
+        sync(directory_of(to))?;
+        sync(directory_of(from))
+    };
+    relocate().map_err(|source| Error::Io { action: "moving", path: from.to_owned(), source })
+}
+
+#[expect(clippy::disallowed_methods, reason = "this is what the ban refers people to")]
+fn move_to(from: &Path, to: &Path) -> io::Result<()> {
+    fs::rename(from, to)
 }
 
 /// Reads one record; `None` where there is none.
@@ -156,6 +175,23 @@ pub fn sweep(dir: &Path) -> Result<(), Error> {
         Ok(())
     };
     sweep().map_err(|source| Error::Io { action: "sweeping", path: dir.to_owned(), source })
+}
+
+/// How long a lock may still be held for one who died: a process that he was just starting holds
+/// it until it runs its own program.
+const LAST_HOLD: Duration = Duration::from_secs(2);
+
+/// Locks a file or directory, or says that somebody else has it.
+pub fn lock(file: &File) -> Result<(), TryLockError> {
+    let deadline = Instant::now() + LAST_HOLD;
+    loop {
+        match file.try_lock() {
+            Err(TryLockError::WouldBlock) if Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            outcome => return outcome,
+        }
+    }
 }
 
 /// Makes what was created, renamed or removed in `dir` durable.

@@ -5,7 +5,7 @@
 //!
 //! ```text
 //!            create                                          delete
-//!  (nothing) ------> Creating -- layer, its record --> Ready ------> Deleting -- layer, its record --> (nothing)
+//!  (nothing) ------> Creating -- layer, its record --> Ready ------> deleting/ -- layer, its record --> (nothing)
 //!                       |                                               |
 //!                       +-- start-up: taken back                        +-- start-up: driven on
 //! ```
@@ -32,11 +32,11 @@ use crate::{
     store,
     units::Bytes,
 };
-use record::{Phase, VolumeRecord};
+use record::VolumeRecord;
 use std::{
     collections::BTreeMap,
     ops::Bound,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
@@ -194,21 +194,17 @@ impl Volume {
     pub fn allocated(&self) -> Bytes {
         self.layers().iter().map(|layer| layer.allocated).sum()
     }
-
-    fn is_ready(&self) -> bool {
-        matches!(self.record.phase, Phase::Ready { .. })
-    }
 }
 
 impl Volumes {
     /// The volume with this id.
     pub fn find(&self, id: &VolumeId) -> Result<Volume, Error> {
         match self.index().get(id) {
-            Some(Entry::Volume(volume)) if volume.is_ready() => Ok(volume.clone()),
+            Some(Entry::Volume(volume)) => Ok(volume.clone()),
             Some(Entry::Damaged { reason, .. }) => {
                 Err(Error::Damaged { volume: id.clone(), reason: reason.clone() })
             }
-            Some(Entry::Volume(_)) | None => Err(Error::NotFound(id.clone())),
+            None => Err(Error::NotFound(id.clone())),
         }
     }
 
@@ -230,6 +226,11 @@ impl Volumes {
         let space = |pool: &Arc<Pool>| Ok((pool.name().clone(), pool.space()?));
         let spaces: Result<_, pool::Error> = self.candidates(pool)?.iter().map(space).collect();
         spaces.map_err(Error::Capacity)
+    }
+
+    /// The directories of all pools.
+    pub fn pool_dirs(&self) -> impl Iterator<Item = &Path> {
+        self.pools.iter().map(|pool| pool.dir())
     }
 
     /// The pools a volume with this `pool` parameter may lie in.
@@ -254,10 +255,6 @@ impl Error {
 }
 
 /// Writes a record of `pool` durably.
-fn record<T: serde::Serialize>(
-    pool: &Pool,
-    path: &std::path::Path,
-    record: &T,
-) -> Result<(), pool::Error> {
+fn record<T: serde::Serialize>(pool: &Pool, path: &Path, record: &T) -> Result<(), pool::Error> {
     store::replace(path, record).map_err(|source| pool.store(source))
 }

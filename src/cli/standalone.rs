@@ -16,6 +16,7 @@ use crate::{
     node::{Config, Node},
     pool::Pool,
     run::RunDir,
+    store,
     volume::{NodeName, PoolName, Volumes},
 };
 use anyhow::Context as _;
@@ -169,7 +170,7 @@ fn stop_on_signal() -> anyhow::Result<CancellationToken> {
 fn lock(run: &RunDir) -> anyhow::Result<File> {
     let lock = File::open(run.path())?;
     let text = || format!("run-dir {} is in use by another driver", run.path().display());
-    lock.try_lock().with_context(text)?;
+    store::lock(&lock).with_context(text)?;
     Ok(lock)
 }
 
@@ -215,9 +216,11 @@ fn find_program(program: &Path) -> anyhow::Result<PathBuf> {
 }
 
 fn open_pools(pools: Vec<PoolAt>) -> anyhow::Result<Vec<Arc<Pool>>> {
-    let mut names = BTreeSet::new();
+    let (mut names, mut dirs) = (BTreeSet::new(), BTreeSet::new());
     let open = |PoolAt { name, dir }: PoolAt| {
         anyhow::ensure!(names.insert(name.clone()), "pool {name} is given twice");
+        let place = fs::canonicalize(&dir).unwrap_or_else(|_| dir.clone());
+        anyhow::ensure!(dirs.insert(place), "pool {name}: {} is given twice", dir.display());
         Ok(Arc::new(Pool::open(name, &dir)?))
     };
     pools.into_iter().map(open).collect()

@@ -1,10 +1,11 @@
 //! CSI Controller: volumes of this node are created, deleted, listed and measured.
 
 use super::{
-    Edge, TOPOLOGY, blocking, parse,
+    Edge, TOPOLOGY, parse,
     pb::csi::{self as pb, controller_server},
 };
 use crate::{
+    blocking::blocking,
     chain::Chain,
     node::Node,
     units::Bytes,

@@ -1,9 +1,10 @@
 //! CSI Identity: who we are, what we can do, whether we are well.
 
 use super::{
-    DRIVER, Edge, blocking,
+    DRIVER, Edge,
     pb::csi::{self as pb, identity_server},
 };
+use crate::blocking::blocking;
 use pb::plugin_capability::{Service, Type, service};
 use tonic::{Request, Response, Status};
 

@@ -1,10 +1,11 @@
 //! The Inspect service: what a person wants to know of the volumes of a node.
 
 use super::{
-    Edge, blocking, known, parse,
+    Edge, known, parse,
     pb::inspect::{self as pb, inspect_server},
 };
 use crate::{
+    blocking::blocking,
     node::{Attachments, Node},
     volume::{Entry, Volume, VolumeId},
 };

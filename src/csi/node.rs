@@ -1,12 +1,13 @@
 //! CSI Node: volumes are staged and published on this machine.
 
 use super::{
-    Edge, TOPOLOGY, blocking,
+    Edge, TOPOLOGY,
     controller::unimplemented,
     parse,
     pb::csi::{self as pb, node_server},
 };
 use crate::{
+    blocking::blocking,
     node::{Node, Publish, Stage},
     volume::Claim,
 };

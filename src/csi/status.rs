@@ -8,18 +8,31 @@ use crate::{
     pool, qsd,
     volume::{self, Busy},
 };
+use rustix::io::Errno;
 use std::{error::Error, io};
 use tonic::{Code, Status};
 
 /// The status for an error: its code, and the text of it and of all its causes.
 fn status(code: Code, error: &dyn Error) -> Status {
-    let text = Chain(error).to_string();
+    let text = shortened(Chain(error).to_string());
     let name = code::name(code);
     match code {
         Code::Internal | Code::DataLoss => tracing::error!(code = name, error = text, "failed"),
         _ => tracing::info!(code = name, error = text, "refused"),
     }
     Status::new(code, text)
+}
+
+/// The longest text of a status: it travels in a header, where clients take some kilobytes.
+const LONGEST: usize = 1024;
+
+/// Cuts a text that quotes a very long value.
+fn shortened(mut text: String) -> String {
+    if text.len() > LONGEST {
+        text.truncate(text.floor_char_boundary(LONGEST));
+        text.push('…');
+    }
+    text
 }
 
 impl From<Busy> for Status {
@@ -48,6 +61,14 @@ impl From<parse::Error> for Status {
     }
 }
 
+impl From<volume::InvalidName> for Status {
+    /// An id that is not ours is unknown.
+    fn from(error: volume::InvalidName) -> Self {
+        let text = shortened(format!("volume_id: {error}"));
+        Self::not_found(text)
+    }
+}
+
 impl From<volume::Error> for Status {
     fn from(error: volume::Error) -> Self {
         status(volume_code(&error), &error)
@@ -60,10 +81,13 @@ impl From<node::Error> for Status {
             node::Error::Volume(error) => volume_code(error),
             node::Error::Host(error) => host_code(error),
             node::Error::NotStaged { .. }
+            | node::Error::NotStagedFor { .. }
             | node::Error::StagedElsewhere { .. }
             | node::Error::Published { .. }
             | node::Error::Staged { .. } => Code::FailedPrecondition,
-            node::Error::StagedOtherwise { .. } => Code::AlreadyExists,
+            node::Error::StagedOtherwise { .. } | node::Error::PublishedOtherwise { .. } => {
+                Code::AlreadyExists
+            }
             node::Error::NotAt { .. } => Code::NotFound,
             node::Error::Daemon { source, .. } => daemon_code(source),
             node::Error::Supervisor(_) => Code::Unavailable,
@@ -113,7 +137,16 @@ fn host_code(error: &HostError) -> Code {
     match error {
         HostError::Malformed { .. } => Code::InvalidArgument,
         HostError::Unsuitable { .. } => Code::FailedPrecondition,
-        HostError::Io { source, .. } => io_code(Some(source.kind())),
+        HostError::Io { source, .. } => match source.kind() {
+            io::ErrorKind::InvalidFilename => Code::InvalidArgument,
+            io::ErrorKind::NotADirectory | io::ErrorKind::ReadOnlyFilesystem => {
+                Code::FailedPrecondition
+            }
+            _ if source.raw_os_error() == Some(Errno::LOOP.raw_os_error()) => {
+                Code::FailedPrecondition
+            }
+            kind => io_code(Some(kind)),
+        },
     }
 }
 

@@ -54,6 +54,8 @@ where
             // A unary call that fails says so in its headers; one without a word went well.
             let status = Status::from_header_map(response.headers());
             let code = status.map_or(Code::Ok, |status| status.code());
+            // A path that is no method of ours comes from outside, and must not become a label.
+            let rpc = if code == Code::Unimplemented { "other".to_owned() } else { rpc };
             let call = Call { rpc, code: code::name(code).to_owned() };
             metrics.seconds.get_or_create(&call).observe(begin.elapsed().as_secs_f64());
             Ok(response)

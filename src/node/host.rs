@@ -3,11 +3,11 @@
 //! A path comes from outside, so it is judged before anything is touched: it must be absolute,
 //! lead nowhere but where it says, and name a place that is free or already ours.
 
-use crate::volume::RunKey;
+use crate::{crash, volume::RunKey};
 use rustix::{
     fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx},
     io::Errno,
-    mount::{UnmountFlags, mount_bind_recursive, unmount},
+    mount::{MountFlags, UnmountFlags, mount_bind_recursive, mount_remount, unmount},
 };
 use std::{
     ffi::OsString,
@@ -75,6 +75,19 @@ impl HostPath {
         Err(Error::Malformed { field, path: text, what })
     }
 
+    /// A path that was judged when it was noted.
+    pub(super) fn noted(path: PathBuf) -> Self {
+        Self { field: "target_path", path }
+    }
+
+    /// Whether the published directory of the volume `key` is mounted here.
+    pub(super) fn shows(&self, key: &RunKey) -> Result<bool, Error> {
+        match self.kind()? {
+            Kind::Directory => Ok(self.is_mount_root()? && self.is_bound_to(key)?),
+            Kind::Nothing | Kind::Link | Kind::Other => Ok(false),
+        }
+    }
+
     /// The path.
     pub fn as_path(&self) -> &Path {
         &self.path
@@ -90,10 +103,10 @@ impl HostPath {
         }
     }
 
-    /// An error where the path lies in `dir`, which is ours alone.
+    /// An error where the path lies in `dir`, which is the driver's alone.
     pub(super) fn require_outside(&self, dir: &Path) -> Result<(), Error> {
         if self.path.starts_with(dir) {
-            return Err(self.malformed("lies in the run directory of the driver"));
+            return Err(self.malformed("lies in a directory of the driver"));
         }
         Ok(())
     }
@@ -104,7 +117,10 @@ impl HostPath {
     pub(super) fn bind(&self, source: &Path, key: &RunKey) -> Result<Bound, Error> {
         match self.kind()? {
             Kind::Nothing => self.make()?,
-            Kind::Directory if self.is(source)? => return Ok(Bound::Already),
+            Kind::Directory if self.is_mount_root()? && self.is(source)? => {
+                self.protect()?;
+                return Ok(Bound::Already);
+            }
             // What we published before our run directory was lost shows a directory that is gone.
             Kind::Directory if self.is_mount_root()? && self.is_bound_to(key)? => self.unmount()?,
             Kind::Directory if self.is_mount_root()? => {
@@ -117,10 +133,24 @@ impl HostPath {
             Kind::Link => return Err(self.malformed("is a symbolic link")),
             Kind::Other => return Err(self.unsuitable("is there already, and is not a directory")),
         }
-        crate::crash::point("node-publish-directory");
+        crash::point("node-publish-directory");
         let bound = mount_bind_recursive(source, &self.path);
         bound.map_err(|error| self.io("mounting on")(error.into()))?;
+        crash::point("node-publish-bound");
+        self.protect()?;
         Ok(Bound::Now)
+    }
+
+    /// Makes what is mounted here read-only: a pod connects to the socket, and must not be able to
+    /// replace it or to fill the run directory.
+    fn protect(&self) -> Result<(), Error> {
+        let flags = MountFlags::BIND
+            | MountFlags::RDONLY
+            | MountFlags::NOSUID
+            | MountFlags::NODEV
+            | MountFlags::NOEXEC;
+        let protected = mount_remount(&self.path, flags, "");
+        protected.map_err(|error| self.io("protecting")(error.into()))
     }
 
     /// Unmounts what of the volume `key` is bound here, and removes the directory. Gone is fine;
@@ -138,7 +168,7 @@ impl HostPath {
                 return Err(self.unsuitable("is a mount point of something else"));
             }
             self.unmount()?;
-            crate::crash::point("node-unpublish-unmounted");
+            crash::point("node-unpublish-unmounted");
         }
         match fs::remove_dir(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => {
@@ -203,7 +233,7 @@ impl HostPath {
     fn is_bound_to(&self, key: &RunKey) -> Result<bool, Error> {
         let path = fs::canonicalize(&self.path).map_err(self.io("resolving"))?;
         let mounts = fs::read("/proc/self/mountinfo").map_err(self.io("listing the mounts of"))?;
-        Ok(topmost_root(&mounts, &path).is_some_and(|root| shows(&root, key)))
+        Ok(topmost_root(&mounts, &path).is_some_and(|root| is_export(&root, key)))
     }
 
     fn malformed(&self, what: &'static str) -> Error {
@@ -268,7 +298,7 @@ fn is_octal(byte: u8) -> bool {
 }
 
 /// Whether a mount with this root shows `RUN/<key>/export`, also after that was removed.
-fn shows(root: &Path, key: &RunKey) -> bool {
+fn is_export(root: &Path, key: &RunKey) -> bool {
     let text = root.to_string_lossy();
     let text = text.strip_suffix("//deleted").unwrap_or(&text);
     Path::new(text).ends_with(format!("{key}/export"))
@@ -298,7 +328,7 @@ mod test {
     #[test]
     fn the_topmost_mount_at_a_path_counts() {
         let mountinfo = b"22 1 254:0 / / rw - ext4 /dev/vda rw\n\
-            90 22 0:24 /q/0123456789ab/export /t/a\\040b rw - tmpfs tmpfs rw\n\
+            90 22 0:24 /q/0123456789abcdef0123456789abcdef/export /t/a\\040b rw - tmpfs tmpfs rw\n\
             91 90 254:0 /home /t/a\\040b rw - ext4 /dev/vda rw\n";
         let root = |path: &str| topmost_root(mountinfo, Path::new(path));
         assert_eq!(root("/t/a b"), Some("/home".into()));
@@ -309,16 +339,16 @@ mod test {
 
     #[test]
     fn only_our_own_directory_is_ours() {
-        let key: RunKey = "0123456789ab".parse().unwrap();
+        let key: RunKey = "0123456789abcdef0123456789abcdef".parse().unwrap();
         for (root, ours) in [
-            ("/q/0123456789ab/export", true),
-            ("/q/0123456789ab/export//deleted", true),
-            ("/q/0123456789ab", false),
-            ("/q/0123456789ac/export", false),
-            ("/q/x0123456789ab/export", false),
+            ("/q/0123456789abcdef0123456789abcdef/export", true),
+            ("/q/0123456789abcdef0123456789abcdef/export//deleted", true),
+            ("/q/0123456789abcdef0123456789abcdef", false),
+            ("/q/0123456789abcdef0123456789abcdee/export", false),
+            ("/q/x0123456789abcdef0123456789abcdef/export", false),
             ("/", false),
         ] {
-            assert_eq!(shows(Path::new(root), &key), ours, "{root}");
+            assert_eq!(is_export(Path::new(root), &key), ours, "{root}");
         }
     }
 }

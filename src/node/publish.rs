@@ -1,6 +1,10 @@
 //! Publishing in the vhost-user form: the directory with `vhost.sock`, bound onto the target.
 
-use super::{Attached, Error, HostPath, Node, attachment::Phase, host::Bound};
+use super::{
+    Attached, Error, HostPath, Node,
+    attachment::{Attachment, Phase},
+    host::{Bound, Error as HostError},
+};
 use crate::{
     crash,
     volume::{AccessMode, Claim, Outcome},
@@ -26,16 +30,21 @@ impl Node {
     pub fn publish(&self, claim: &Claim, publish: &Publish) -> Result<Outcome, Error> {
         let id = claim.volume();
         self.volumes.find(id)?;
-        let Attached { attachment, .. } = self.staged(claim, publish)?;
+        let attachment = self.staged(claim, &publish.staging_path)?;
         let target = publish.target.as_path();
         publish.target.require_outside(self.config.run.path())?;
+        self.volumes.pool_dirs().try_for_each(|pool| publish.target.require_outside(pool))?;
         let known = attachment.targets.iter().any(|other| other == target);
-        let shared = publish.access == AccessMode::SingleNodeMultiWriter;
-        if let Some(other) = attachment.targets.first()
-            && !known
-            && !shared
-        {
-            return Err(Error::Published { volume: id.clone(), target: other.clone() });
+        let (volume, is, asked) = (id.clone(), attachment.access, publish.access);
+        match attachment.targets.first() {
+            _ if known && is != asked => {
+                return Err(Error::PublishedOtherwise { volume, is, asked });
+            }
+            Some(other) if !known && asked != AccessMode::SingleNodeMultiWriter => {
+                return Err(Error::Published { volume, target: other.clone() });
+            }
+            _ if is != asked => return Err(Error::NotStagedFor { volume, is, asked }),
+            Some(_) | None => {}
         }
         self.note(attachment.with_target(target))?;
         crash::point("node-publish-intent");
@@ -57,9 +66,18 @@ impl Node {
     /// The target is forgotten after it is gone: a crash in between is found by the repeat.
     pub fn unpublish(&self, claim: &Claim, target: &HostPath) -> Result<Outcome, Error> {
         let id = claim.volume();
-        target.unbind(&id.run_key())?;
+        let obstacle = match target.unbind(&id.run_key()) {
+            Ok(()) => None,
+            // It may still be ours.
+            Err(error @ HostError::Io { .. }) => return Err(error.into()),
+            // Something else is there, so we are not.
+            Err(error @ (HostError::Malformed { .. } | HostError::Unsuitable { .. })) => {
+                Some(error)
+            }
+        };
         crash::point("node-unpublish-removed");
-        self.forget_target(claim, target)
+        let forgotten = self.forget_target(claim, target)?;
+        obstacle.map_or(Ok(forgotten), |error| Err(error.into()))
     }
 
     fn forget_target(&self, claim: &Claim, target: &HostPath) -> Result<Outcome, Error> {
@@ -71,24 +89,17 @@ impl Node {
         if next == attachment {
             return Ok(Outcome::AlreadySo);
         }
-        self.note(next)?;
+        self.note_leaving(next)?;
         info!(volume = %id, target_path = %target.as_path().display(), "unpublished");
         Ok(Outcome::Done)
     }
 
     /// The attachment that this call is about.
-    fn staged(&self, claim: &Claim, publish: &Publish) -> Result<Attached, Error> {
-        let (id, path) = (claim.volume(), publish.staging_path.as_path());
-        let staged = self.find(id).filter(|Attached { attachment, .. }| {
-            attachment.phase == Phase::Staged && attachment.staging_path == path
-        });
-        let Some(attached) = staged else {
-            return Err(Error::NotStaged { volume: id.clone(), path: path.to_owned() });
-        };
-        let (is, asked) = (attached.attachment.access, publish.access);
-        if is != asked {
-            return Err(Error::StagedOtherwise { volume: id.clone(), is, asked });
-        }
-        Ok(attached)
+    fn staged(&self, claim: &Claim, staging_path: &HostPath) -> Result<Attachment, Error> {
+        let (id, path) = (claim.volume(), staging_path.as_path());
+        let attachment = self.find(id).map(|attached| attached.attachment);
+        let staged =
+            attachment.filter(|one| one.phase == Phase::Staged && one.staging_path == path);
+        staged.ok_or_else(|| Error::NotStaged { volume: id.clone(), path: path.to_owned() })
     }
 }

@@ -10,9 +10,10 @@ use super::{
 };
 use crate::{
     chain::Chain,
+    qsd::Daemon,
     store, supervisor,
     supervisor::{Process, State},
-    volume::{Claim, InFlight, RunKey, VolumeId, Volumes},
+    volume::{Claim, InFlight, Outcome, RunKey, VolumeId, Volumes},
 };
 use futures_util::StreamExt as _;
 use std::{collections::HashMap, fs, sync::Arc, time::Duration};
@@ -31,6 +32,9 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
 /// A daemon that served this long before it died is started again at once.
 const STEADY: Duration = Duration::from_secs(1);
+
+/// How long the supervisor's report of a death may come after the end of the monitor.
+const REPORT: Duration = Duration::from_millis(20);
 
 /// How often a volume that somebody works on is asked for.
 const CLAIM_RETRY: Duration = Duration::from_millis(5);
@@ -51,10 +55,10 @@ impl Node {
             tasks: TaskTracker::new(),
             stop: CancellationToken::new(),
         };
-        node.forget_earlier_boot()?;
         // From here on no exit goes unseen: the watch is there before the list is asked for.
         let exits = node.supervisor.watch().await?;
         let running = node.running().await?;
+        node.forget_earlier_boot(&running)?;
         let begin = Instant::now();
         let keys = node.config.run.keys().map_err(Error::run(node.config.run.path()))?;
         let count = keys.len();
@@ -69,19 +73,25 @@ impl Node {
     }
 
     /// After a reboot everything in the run directory tells of processes and mounts that are gone.
-    fn forget_earlier_boot(&self) -> Result<(), Error> {
+    ///
+    /// A note that is lost or cannot be read says nothing, so then it counts whether any daemon
+    /// runs: none of an earlier boot can.
+    fn forget_earlier_boot(&self, running: &HashMap<RunKey, i32>) -> Result<(), Error> {
         let run = &self.config.run;
         let fail = || Error::run(run.path());
         let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(fail())?;
         let boot = boot.trim().to_owned();
-        // What cannot be read cannot be from this boot either: it is replaced whole or not at all.
-        if !matches!(store::load::<String>(&run.boot()), Ok(Some(noted)) if noted == boot) {
-            for key in run.keys().map_err(fail())? {
-                run.volume(&key).remove().map_err(fail())?;
+        let is_earlier = match store::load::<String>(&run.boot()) {
+            Ok(Some(noted)) if noted == boot => return Ok(()),
+            Ok(Some(_)) => true,
+            Ok(None) | Err(_) => running.is_empty(),
+        };
+        for key in run.keys().map_err(fail())?.iter().filter(|_| is_earlier) {
+            if let Err(error) = run.volume(key).remove() {
+                error!(%key, %error, "what is left of an earlier boot stays");
             }
-            store::replace_volatile(&run.boot(), &boot).map_err(|source| Error::Boot { source })?;
         }
-        Ok(())
+        store::replace_volatile(&run.boot(), &boot).map_err(|source| Error::Boot { source })
     }
 
     /// The daemons that run.
@@ -115,8 +125,7 @@ impl Node {
                 self.end(&id, running).await
             }
             Phase::Staged => {
-                let service = Service::Down { reason: "the driver is starting".to_owned() };
-                self.attached().insert(id.clone(), Attached::new(attachment, service));
+                self.attached().insert(id.clone(), Attached::new(attachment));
                 self.take_over(&id, running).await;
                 Ok(())
             }
@@ -144,22 +153,31 @@ impl Node {
             Ok(launch) => launch.adopt(pid).await.map_err(Error::daemon(id)),
             Err(error) => Err(error),
         };
-        let service = match adopted {
+        match adopted {
             Ok(daemon) => {
                 info!(volume = %id, pid, "taken over");
-                Service::Up(daemon)
+                self.serves(id, daemon, Outcome::AlreadySo);
             }
             // A VM may be at work on it: a deaf daemon serves, and so it is not killed.
             Err(error) => {
                 let reason = format!("its daemon {pid} cannot be taken over: {}", Chain(&error));
                 error!(volume = %id, reason, "left alone");
+                if let Some(one) = self.attached().get_mut(id) {
+                    one.service = Service::Down { reason };
+                }
                 self.tasks.spawn(self.clone().revive(id.clone(), FIRST_PAUSE));
-                Service::Down { reason }
             }
-        };
-        if let Some(one) = self.attached().get_mut(id) {
-            one.service = service;
         }
+    }
+
+    /// Waits for the end of a daemon's monitor, which is the end of the daemon, however it came and
+    /// whoever else saw it. The supervisor's report says more, so it may come first.
+    pub(super) async fn watch_monitor(self, id: VolumeId, daemon: Daemon) {
+        tokio::select! {
+            () = daemon.closed() => sleep(REPORT).await,
+            () = self.stop.cancelled() => return,
+        }
+        self.note_death(&id.run_key(), daemon.pid(), "its monitor closed the connection");
     }
 
     /// The first attempt at once, and if that fails further ones in the background.

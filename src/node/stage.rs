@@ -5,11 +5,13 @@ use super::{
     attachment::{Attachment, Phase},
 };
 use crate::{
+    blocking::blocking,
     chain::Chain,
     crash,
     qsd::Daemon,
     volume::{AccessMode, Claim, Outcome, VolumeId},
 };
+use std::path::PathBuf;
 use tracing::{info, warn};
 
 /// How a volume is to be staged.
@@ -29,7 +31,8 @@ impl Node {
     pub async fn stage(&self, claim: &Claim, stage: Stage) -> Result<Outcome, Error> {
         let id = claim.volume();
         self.volumes.find(id)?;
-        stage.staging_path.require_directory()?;
+        let staging_path = stage.staging_path.clone();
+        blocking(move || staging_path.require_directory()).await?;
         let attached = match self.find(id) {
             Some(attached) if attached.attachment.phase == Phase::Staged => attached,
             // Nothing, or an unstaging that broke off, which staging afresh finishes.
@@ -78,9 +81,10 @@ impl Node {
             };
             crash::point("node-stage-served");
             info!(volume = %id, pid = daemon.pid(), version = daemon.version(), "staged");
-            let attached = Attached::new(intent.in_phase(Phase::Staged), Service::Up(daemon));
-            self.save(&attached.attachment)?;
-            self.attached().insert(id.clone(), attached);
+            let staged = intent.in_phase(Phase::Staged);
+            self.save(&staged)?;
+            self.attached().insert(id.clone(), Attached::new(staged));
+            self.serves(id, daemon, Outcome::AlreadySo);
             Ok(())
         };
         let outcome = steps.await;
@@ -101,15 +105,18 @@ impl Node {
     pub async fn unstage(&self, claim: &Claim, staging_path: &HostPath) -> Result<Outcome, Error> {
         let id = claim.volume();
         let Some(Attached { attachment, service, .. }) = self.find(id) else {
-            return Ok(Outcome::AlreadySo);
+            // One whose record cannot be read is ended all the same; else there is nothing.
+            let is_left_over = self.dir(id).exists();
+            self.clear(id).await?;
+            return Ok(if is_left_over { Outcome::Done } else { Outcome::AlreadySo });
         };
         if attachment.staging_path != staging_path.as_path() {
             return Ok(Outcome::AlreadySo);
         }
-        if let Some(target) = attachment.targets.first() {
-            return Err(Error::Published { volume: id.clone(), target: target.clone() });
+        if let Some(target) = self.still_published(&attachment).await? {
+            return Err(Error::Published { volume: id.clone(), target });
         }
-        self.note(attachment.in_phase(Phase::Unstaging))?;
+        self.note_leaving(attachment.in_phase(Phase::Unstaging))?;
         crash::point("node-unstage-intent");
         if let Service::Up(daemon) = service {
             daemon.stop(&id.run_key(), &self.supervisor).await?;
@@ -121,12 +128,30 @@ impl Node {
         Ok(Outcome::Done)
     }
 
+    /// A target at which the volume is really mounted. One that was only noted, by a call that
+    /// died or found something else there, does not count.
+    async fn still_published(&self, attachment: &Attachment) -> Result<Option<PathBuf>, Error> {
+        let (targets, key) = (attachment.targets.clone(), attachment.volume.run_key());
+        blocking(move || {
+            for target in targets {
+                if HostPath::noted(target.clone()).shows(&key)? {
+                    return Ok(Some(target));
+                }
+            }
+            Ok(None)
+        })
+        .await
+    }
+
     /// Ends whatever still serves the volume, and removes its part of the run directory.
     pub(super) async fn clear(&self, id: &VolumeId) -> Result<(), Error> {
         let key = id.run_key();
-        self.supervisor.kill(&key).await?;
         let dir = self.config.run.volume(&key);
-        dir.remove().map_err(Error::run(dir.path()))
+        if dir.exists() {
+            self.supervisor.kill(&key).await?;
+            dir.remove().map_err(Error::run(dir.path()))?;
+        }
+        Ok(())
     }
 
     /// Serves an attachment again, on the same paths: takes over the daemon that runs, or starts
@@ -136,18 +161,16 @@ impl Node {
     /// since a VM may be at work on it.
     pub(super) async fn restart(&self, claim: &Claim) -> Result<(), Error> {
         let id = claim.volume();
-        let outcome = self.try_restart(id).await;
-        let mut attached = self.attached();
-        let Some(one) = attached.get_mut(id) else { return outcome.map(drop) };
-        match outcome {
-            Ok((daemon, new)) => {
-                one.restarts += u64::from(new == Outcome::Done);
-                info!(volume = %id, pid = daemon.pid(), restarts = one.restarts, "served again");
-                one.service = Service::Up(daemon);
+        match self.try_restart(id).await {
+            Ok((daemon, outcome)) => {
+                info!(volume = %id, pid = daemon.pid(), "served again");
+                self.serves(id, daemon, outcome);
                 Ok(())
             }
             Err(error) => {
-                one.service = Service::Down { reason: Chain(&error).to_string() };
+                if let Some(one) = self.attached().get_mut(id) {
+                    one.service = Service::Down { reason: Chain(&error).to_string() };
+                }
                 Err(error)
             }
         }

@@ -81,8 +81,8 @@ const RETRY: Duration = Duration::from_millis(1);
 impl Launch {
     /// Starts the daemon, builds its graph and opens its export.
     ///
-    /// An attempt that fails leaves no process. A refusal is final; a daemon that ends, hangs or
-    /// is deaf gets another attempt.
+    /// An attempt that fails leaves no process. A refusal is final, and so is an end before the
+    /// handshake, which has a reason; a daemon that hangs or is deaf gets another attempt.
     pub async fn start(&self, supervisor: &supervisor::Client) -> Result<Daemon, Error> {
         let mut attempt = 1;
         loop {
@@ -157,7 +157,13 @@ impl Launch {
         };
         let mut arguments = Vec::from(monitor("qmp", self.dir.monitor()));
         arguments.extend(monitor("dbg", self.dir.debug_monitor()));
-        Spawn { key: self.key.clone(), program: self.program.clone(), arguments }
+        let active = self.layers.first().expect("a volume has a layer");
+        Spawn {
+            key: self.key.clone(),
+            program: self.program.clone(),
+            arguments,
+            exclusive: active.path.clone(),
+        }
     }
 
     /// The monitor of a daemon that is just starting.
@@ -215,6 +221,11 @@ impl Daemon {
     /// The QEMU version it reports.
     pub fn version(&self) -> &str {
         &self.version
+    }
+
+    /// Ends when the daemon does, or no longer talks to us.
+    pub async fn closed(&self) {
+        self.monitor.closed().await;
     }
 
     /// Lets it flush and end; one that does not within `FLUSH` is killed.

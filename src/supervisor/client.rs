@@ -16,7 +16,7 @@ use std::{
 };
 use tokio::{
     net::UnixStream,
-    process::Command,
+    process::{Child, Command},
     time::{Instant, sleep, timeout},
 };
 use tokio_stream::StreamExt as _;
@@ -108,12 +108,21 @@ impl Client {
 
     /// The exits from now on. Starts a supervisor if none answers.
     pub async fn watch(&self) -> Result<Exits, Error> {
-        let mut lines = match self.connect().await {
-            Err(Error::Unreachable { .. }) => {
-                self.start()?;
-                self.connect_until(Instant::now() + START).await?
+        let deadline = Instant::now() + START;
+        let mut lines = loop {
+            match self.connect().await {
+                // None, or one that is just ending.
+                Err(Error::Unreachable { .. } | Error::Broken(_)) if Instant::now() < deadline => {}
+                outcome => break outcome?,
             }
-            outcome => outcome?,
+            let mut child = self.start()?;
+            tokio::select! {
+                connected = self.connect_until(deadline) => {
+                    tokio::spawn(async move { child.wait().await }); // or it would stay as a zombie
+                    break connected?;
+                }
+                _ = child.wait() => sleep(RETRY).await, // it died at its start
+            }
         };
         match exchange(&mut lines, Request::Watch).await? {
             Reply::Done => Ok(Exits(lines)),
@@ -162,14 +171,14 @@ impl Client {
     }
 
     /// Starts a supervisor that belongs to nobody: it goes on when this process ends.
-    fn start(&self) -> Result<(), Error> {
+    fn start(&self) -> Result<Child, Error> {
         let start = || {
             let mut log = OpenOptions::new();
             let log = log.create(true).append(true).mode(0o600).open(self.run.supervisor_log())?;
             // A program that was replaced by an upgrade can still be started as what runs here.
             let own = Path::new("/proc/self/exe");
             let program = if self.program.exists() { &self.program } else { own };
-            let mut child = Command::new(program)
+            let child = Command::new(program)
                 .arg("supervisor")
                 .arg("--run-dir")
                 .arg(self.run.path())
@@ -177,12 +186,10 @@ impl Client {
                 .stdin(Stdio::null())
                 .stdout(Stdio::null())
                 .stderr(Stdio::from(log))
-                .process_group(0)
                 .kill_on_drop(false)
                 .spawn()?;
             info!(pid = child.id(), "started a supervisor");
-            tokio::spawn(async move { child.wait().await }); // or it would stay as a zombie
-            Ok(())
+            Ok(child)
         };
         let socket = self.run.supervisor_socket();
         start().map_err(|source| Error::Unreachable { socket, source })

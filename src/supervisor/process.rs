@@ -3,6 +3,7 @@
 use super::protocol::{Signal, Spawn};
 use crate::{
     run::{RunDir, VolumeDir},
+    store,
     volume::RunKey,
 };
 use rustix::{
@@ -11,11 +12,12 @@ use rustix::{
     process::{Pid, PidfdFlags, pidfd_open, pidfd_send_signal},
 };
 use std::{
+    collections::HashMap,
     fs::{self, File, OpenOptions},
     io::{self, Read as _, Seek as _, SeekFrom, Write as _},
     os::{
         fd::{AsFd as _, OwnedFd},
-        unix::fs::OpenOptionsExt as _,
+        unix::fs::{MetadataExt as _, OpenOptionsExt as _},
         unix::process::ExitStatusExt as _,
     },
     path::Path,
@@ -46,26 +48,22 @@ pub(super) enum Ending {
     Adopted(oneshot::Receiver<()>),
 }
 
-/// Starts a daemon that holds the lock of its directory until it ends.
+/// Starts a daemon that holds two locks until it ends: of its directory, and of the file that no
+/// other daemon may have.
+///
+/// `flock` belongs to the open file, and the daemon has both files open, as its standard input and
+/// output; it uses neither.
 pub(super) fn spawn(spawn: &Spawn, dir: &VolumeDir) -> io::Result<(Handle, Ending)> {
-    let lock = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .open(dir.lock())?;
-    if lock.try_lock().is_err() {
-        let text = format!("{}: a daemon runs here already", dir.lock().display());
-        return Err(io::Error::new(io::ErrorKind::AlreadyExists, text));
-    }
+    let mut options = OpenOptions::new();
+    let options = options.read(true).write(true).create(true).truncate(false).mode(0o600);
+    let own = locked(options.open(dir.lock())?, &dir.lock())?;
+    let exclusive = locked(File::open(&spawn.exclusive)?, &spawn.exclusive)?;
     dir.remove_sockets()?;
     let log = open_log(&dir.log())?;
-    // Standard input is the lock: `flock` belongs to the open file, which the daemon now shares.
-    let child = Command::new(&spawn.program)
+    let mut child = Command::new(&spawn.program)
         .args(&spawn.arguments)
-        .stdin(Stdio::from(lock))
-        .stdout(Stdio::from(log.try_clone()?))
+        .stdin(Stdio::from(own))
+        .stdout(Stdio::from(exclusive))
         .stderr(Stdio::from(log))
         .process_group(0)
         .kill_on_drop(false)
@@ -75,16 +73,33 @@ pub(super) fn spawn(spawn: &Spawn, dir: &VolumeDir) -> io::Result<(Handle, Endin
         })?;
     let pid = child.id().and_then(|pid| i32::try_from(pid).ok());
     let pid = pid.expect("a child that nobody waited for has a pid");
-    Ok((Handle::open(pid)?, Ending::Child(child)))
+    match Handle::open(pid) {
+        Ok(handle) => Ok((handle, Ending::Child(child))),
+        Err(error) => {
+            _ = child.start_kill(); // nobody could signal it later
+            Err(error)
+        }
+    }
+}
+
+fn locked(file: File, path: &Path) -> io::Result<File> {
+    if store::lock(&file).is_ok() {
+        return Ok(file);
+    }
+    let path = path.display();
+    let text = format!("{path}: another daemon has it; see who: fuser {path}");
+    Err(io::Error::new(io::ErrorKind::AlreadyExists, text))
 }
 
 /// The daemons that an earlier supervisor of this run directory left running: the processes whose
-/// standard input is the lock of one of its parts.
+/// standard input is the lock of one of its parts; the file itself, not one of the same name.
 pub(super) fn find(run: &RunDir) -> io::Result<Vec<(RunKey, Handle, Ending)>> {
-    let keys = run.keys()?;
+    let identity = |path: &Path| fs::metadata(path).map(|data| (data.dev(), data.ino())).ok();
+    let lock_of = |key: RunKey| Some((identity(&run.volume(&key).lock())?, key));
+    let locks: HashMap<_, _> = run.keys()?.into_iter().filter_map(lock_of).collect();
     let key_of = |pid: i32| {
-        let lock = fs::read_link(format!("/proc/{pid}/fd/0")).ok()?;
-        keys.iter().find(|key| run.volume(key).lock() == lock).cloned()
+        let input = identity(Path::new(&format!("/proc/{pid}/fd/0")))?;
+        locks.get(&input).cloned()
     };
     let mut found = Vec::new();
     for entry in fs::read_dir("/proc")? {

@@ -54,6 +54,9 @@ pub struct Spawn {
     pub program: PathBuf,
     /// Its arguments.
     pub arguments: Vec<String>,
+    /// A file that no other daemon may have: locked while the daemon lives, wherever its run
+    /// directory is by then.
+    pub exclusive: PathBuf,
 }
 
 /// The signals a driver may send.

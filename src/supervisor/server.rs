@@ -103,7 +103,10 @@ impl Supervisor {
             tokio::select! {
                 _ = terminate.recv() => break,
                 accepted = listener.accept() => match accepted {
-                    Ok((stream, _)) => drop(tokio::spawn(self.clone().client(stream))),
+                    Ok((stream, _)) => {
+                        let connected = Connected::new(&self.clients);
+                        tokio::spawn(self.clone().client(stream, connected));
+                    }
                     Err(error) => warn!(%error, "accepting"),
                 },
                 _ = round.tick() => {
@@ -136,8 +139,7 @@ impl Supervisor {
         }
     }
 
-    async fn client(self, stream: UnixStream) {
-        let _connected = Connected::new(&self.clients);
+    async fn client(self, stream: UnixStream, _connected: Connected) {
         let lines = LinesCodec::new_with_max_length(LONGEST_LINE);
         if let Err(error) = self.converse(Framed::new(stream, lines)).await {
             debug!(%error, "a client broke off");
@@ -150,7 +152,11 @@ impl Supervisor {
         while let Some(line) = lines.next().await {
             let reply = match serde_json::from_str(&line?) {
                 Ok(Request::Watch) => return self.report(lines).await,
-                Ok(Request::Wait(key)) => self.end_of(&key).await,
+                Ok(Request::Wait(key)) => tokio::select! {
+                    ended = self.end_of(&key) => ended,
+                    // A client that goes away, or has more to say before it has its answer.
+                    _ = lines.next() => return Ok(()),
+                },
                 Ok(request) => self.answer(request),
                 Err(error) => Reply::Refused(format!("no request: {error}")),
             };
@@ -205,6 +211,10 @@ impl Supervisor {
     }
 
     fn spawn(&self, spawn: &Spawn) -> io::Result<i32> {
+        if let Some(Daemon::Running(handle)) = self.daemons().get(&spawn.key) {
+            let text = format!("daemon {} of {} still runs", handle.pid, spawn.key);
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, text));
+        }
         let (handle, ending) = process::spawn(spawn, &self.run.volume(&spawn.key))?;
         let pid = handle.pid;
         info!(key = %spawn.key, pid, "started");

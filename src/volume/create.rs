@@ -37,6 +37,7 @@ impl Volumes {
         if let Some(volume) = self.existing(id, &new)? {
             return Ok((volume, Outcome::AlreadySo));
         }
+        self.finish_deletion(id)?;
         let pool = roomiest(&pools, new.size.chosen())?;
         let volume = make(&pool, id, new).map_err(Error::pool(id))?;
         self.index().insert(id.clone(), Entry::Volume(volume.clone()));
@@ -45,13 +46,6 @@ impl Volumes {
 
     /// The volume of this id if there is one that `new` would do with.
     fn existing(&self, id: &VolumeId, new: &NewVolume) -> Result<Option<Volume>, Error> {
-        // One whose deletion broke off stands in the way until the deletion is repeated.
-        if let Some(Entry::Volume(Volume { record, .. })) = self.index().get(id)
-            && matches!(record.phase, Phase::Deleting { .. })
-        {
-            let reason = "its deletion broke off; delete it again".to_owned();
-            return Err(Error::Damaged { volume: id.clone(), reason });
-        }
         let volume = match self.find(id) {
             Ok(volume) => volume,
             Err(Error::NotFound(_)) => return Ok(None),
@@ -130,7 +124,7 @@ fn make(pool: &Arc<Pool>, id: &VolumeId, new: NewVolume) -> Result<Volume, pool:
         Ok(())
     };
     steps().inspect_err(|_| {
-        if let Err(error) = volume.remove() {
+        if let Err(error) = volume.remove(pool.volume_record(id)) {
             tracing::warn!(volume = %id, %error, "taking back a creation: start-up will finish it");
         }
     })?;

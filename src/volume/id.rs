@@ -82,11 +82,16 @@ name! {
 }
 
 name! {
-    /// The short name of a volume's run directory: 12 hex digits (the limit of 107 bytes on a
-    /// socket path leaves no room for more, facts/qsd.md section 1).
+    /// The name of a volume's run directory: 32 hex digits, long enough that nobody finds two
+    /// volumes with the same, short enough for a socket path of 107 bytes (facts/qsd.md section 1).
     RunKey, "run key",
-    |text| text.len() == 12 && text.bytes().all(is_hex),
-    "it has 12 hex digits"
+    |text| text.len() == RunKey::LENGTH && text.bytes().all(is_hex),
+    "it has 32 hex digits"
+}
+
+impl RunKey {
+    /// Its characters.
+    pub const LENGTH: usize = 32;
 }
 
 /// The id of one layer, drawn at random.
@@ -131,7 +136,7 @@ impl VolumeId {
 
     /// The name of the volume's run directory and of its daemon.
     pub fn run_key(&self) -> RunKey {
-        RunKey(hex_digest(&self.0, 12))
+        RunKey(hex_digest(&self.0, RunKey::LENGTH))
     }
 }
 

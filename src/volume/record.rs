@@ -21,7 +21,8 @@ pub(super) struct VolumeRecord {
     pub(crate) phase: Phase,
 }
 
-/// How far the life of a volume has come. Only `Ready` is at rest.
+/// How far the life of a volume has come. Only `Ready` is at rest; one whose end is decided lies in
+/// another directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", rename_all_fields = "kebab-case", deny_unknown_fields)]
 pub(super) enum Phase {
@@ -29,8 +30,6 @@ pub(super) enum Phase {
     Creating { active: LayerId },
     /// Usable.
     Ready { active: LayerId },
-    /// Its end is decided; the layer may be gone. Start-up and every repeat drive it on.
-    Deleting { active: LayerId },
 }
 
 impl VolumeRecord {
@@ -54,9 +53,7 @@ impl Phase {
     /// The layer that takes the writes.
     pub(super) fn active(&self) -> LayerId {
         match self {
-            Self::Creating { active } | Self::Ready { active } | Self::Deleting { active } => {
-                *active
-            }
+            Self::Creating { active } | Self::Ready { active } => *active,
         }
     }
 }

@@ -1,7 +1,8 @@
 //! Start-up: every record is driven to rest before the first call is served.
 
 use super::{
-    Entry, Format, PoolName, Volume, VolumeId, Volumes,
+    Entry, PoolName, Volume, VolumeId, Volumes,
+    delete::condemned,
     record::{LayerRecord, Phase, VolumeRecord},
 };
 use crate::{
@@ -15,14 +16,11 @@ use std::{
     path::Path,
     sync::{Arc, Mutex},
 };
-use tracing::{error, info};
+use tracing::{error, info, warn};
 
 impl Volumes {
     /// Takes stock of these pools: broken-off creations are taken back, broken-off deletions
-    /// driven on, and layers that nothing names removed.
-    ///
-    /// A record that makes no sense is reported and left alone, and then no layer of its pool is
-    /// judged to be garbage either.
+    /// driven on. What makes no sense is reported and left alone.
     pub fn recover(pools: Vec<Arc<Pool>>) -> Result<Self, pool::Error> {
         let mut index = BTreeMap::new();
         for pool in &pools {
@@ -39,12 +37,11 @@ impl Volumes {
 
 /// The volumes of one pool, after all that was under way in it is at rest.
 fn volumes_of(pool: &Arc<Pool>) -> Result<BTreeMap<VolumeId, Entry>, pool::Error> {
+    finish_deletions(pool)?;
     let mut entries = BTreeMap::new();
-    let mut all_clear = true;
     for (path, stem) in pool.volume_records()? {
         let Ok(id) = VolumeId::try_from(stem) else {
             error!(path = %path.display(), "a record whose name is no volume id; left alone");
-            all_clear = false;
             continue;
         };
         match read(pool, &id, &path) {
@@ -52,15 +49,28 @@ fn volumes_of(pool: &Arc<Pool>) -> Result<BTreeMap<VolumeId, Entry>, pool::Error
             Ok(None) => {}
             Err(reason) => {
                 error!(volume = %id, reason, "damaged; left alone");
-                all_clear = false;
                 entries.insert(id, Entry::Damaged { pool: pool.name().clone(), reason });
             }
         }
     }
-    if all_clear {
-        remove_garbage(pool, &entries)?;
-    }
+    report_strays(pool, &entries)?;
     Ok(entries)
+}
+
+/// Drives on the deletions that broke off.
+fn finish_deletions(pool: &Arc<Pool>) -> Result<(), pool::Error> {
+    for (path, stem) in pool.deleting_records()? {
+        let Ok(id) = VolumeId::try_from(stem) else { continue };
+        let finished = condemned(pool, &id).and_then(|volume| match volume {
+            Some(volume) => volume.remove(path.clone()),
+            None => Ok(()),
+        });
+        match finished {
+            Ok(()) => info!(volume = %id, "went on with a deletion that broke off"),
+            Err(error) => error!(volume = %id, error = %Chain(&error), "deletion; left alone"),
+        }
+    }
+    Ok(())
 }
 
 /// The volume a record tells of, or `None` when driving it to rest ended it.
@@ -73,12 +83,7 @@ fn read(pool: &Arc<Pool>, id: &VolumeId, path: &Path) -> Result<Option<Volume>, 
     match volume.record.phase {
         Phase::Creating { .. } => {
             info!(volume = %id, "taking back a creation that broke off");
-            volume.remove().map_err(|error| Chain(&error).to_string())?;
-            Ok(None)
-        }
-        Phase::Deleting { .. } => {
-            info!(volume = %id, "going on with a deletion that broke off");
-            volume.remove().map_err(|error| Chain(&error).to_string())?;
+            volume.remove(path.to_owned()).map_err(|error| Chain(&error).to_string())?;
             Ok(None)
         }
         Phase::Ready { active } => {
@@ -95,12 +100,9 @@ fn read(pool: &Arc<Pool>, id: &VolumeId, path: &Path) -> Result<Option<Volume>, 
     }
 }
 
-/// Removes the layers that no record names. The caller has read every record: a damaged one might
-/// name any of them.
-fn remove_garbage(
-    pool: &Arc<Pool>,
-    entries: &BTreeMap<VolumeId, Entry>,
-) -> Result<(), pool::Error> {
+/// Tells of layers that no record names. No crash of ours leaves one, so it is what is left of a
+/// volume whose record was lost: data that somebody may want, and nothing of ours to remove.
+fn report_strays(pool: &Arc<Pool>, entries: &BTreeMap<VolumeId, Entry>) -> Result<(), pool::Error> {
     let active = |entry: &Entry| match entry {
         Entry::Volume(volume) => Some(volume.record.phase.active()),
         Entry::Damaged { .. } => None,
@@ -108,13 +110,7 @@ fn remove_garbage(
     let named: BTreeSet<_> = entries.values().filter_map(active).collect();
     for (id, path) in pool.layers()? {
         if !named.contains(&id) {
-            info!(layer = %path.display(), "removing a layer that nothing names");
-            pool.remove_layer(id, Format::Raw)?;
-        }
-    }
-    for (path, stem) in pool.layer_records()? {
-        if stem.parse().is_ok_and(|id| !named.contains(&id)) {
-            store::remove(&path).map_err(|source| pool.store(source))?;
+            warn!(layer = %path.display(), "no volume that can be used has this layer");
         }
     }
     Ok(())

@@ -16,7 +16,15 @@ const POINTS: [(&str, &[&str]); 6] = [
         ],
     ),
     ("stage", &["node-stage-intent", "node-stage-served", "node-stage-done"]),
-    ("publish", &["node-publish-intent", "node-publish-directory", "node-publish-done"]),
+    (
+        "publish",
+        &[
+            "node-publish-intent",
+            "node-publish-directory",
+            "node-publish-bound",
+            "node-publish-done",
+        ],
+    ),
     ("unpublish", &["node-unpublish-unmounted", "node-unpublish-removed"]),
     ("unstage", &["node-unstage-intent", "node-unstage-stopped"]),
     (

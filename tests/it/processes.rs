@@ -84,7 +84,7 @@ async fn a_driver_that_is_told_to_end_finishes_the_calls_in_flight() {
     let mut node = driver.node();
     let call = tokio::spawn(async move { node.node_stage_volume(request).await });
     let run = driver.path("run");
-    until("the call is in flight", async || names(&run).iter().any(|name| name.len() == 12)).await;
+    until("the call is in flight", async || names(&run).iter().any(|name| name.len() == 32)).await;
     assert!(driver.terminate().await.success());
     call.await.unwrap().unwrap();
     driver.launch(&[], None);
@@ -353,7 +353,7 @@ async fn a_volume_whose_attachment_cannot_be_read_is_not_deleted_under_its_daemo
     driver.published("pvc-1").await;
     driver.kill();
     let run = driver.path("run");
-    let key = names(&run).into_iter().find(|name| name.len() == 12).unwrap();
+    let key = names(&run).into_iter().find(|name| name.len() == 32).unwrap();
     fs::File::create(run.join(&key).join("attachment.json")).unwrap();
     driver.launch(&[], None);
     driver.answers().await;
