@@ -103,10 +103,10 @@ impl HostPath {
         }
     }
 
-    /// An error where the path lies in `dir`, which is the driver's alone.
+    /// An error where the path lies in `dir`, which is for something else.
     pub(super) fn require_outside(&self, dir: &Path) -> Result<(), Error> {
         if self.path.starts_with(dir) {
-            return Err(self.malformed("lies in a directory of the driver"));
+            return Err(self.malformed("lies in a directory that is used otherwise"));
         }
         Ok(())
     }

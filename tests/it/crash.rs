@@ -1,7 +1,7 @@
 //! The driver dies at every crash point, is started again, and the call repeated as a sidecar
 //! would: it ends as if nothing had happened, and nothing is left behind.
 
-use crate::harness::{Driver, names, until};
+use crate::harness::{Driver, daemons_below, names, until};
 use std::{collections::BTreeSet, fs, path::Path};
 
 /// Every crash point, by the call that comes past it.
@@ -88,12 +88,8 @@ async fn assert_at_rest(driver: &Driver, point: &str) {
     }
     let staged = volumes.iter().filter(|volume| volume.attachment.is_some()).count();
     assert_eq!(driver.daemons().await.len(), staged, "{point}");
-    let pool = driver.path("pool");
-    let scratch = pool.parent().unwrap();
-    until("daemons of nobody are gone", async || {
-        crate::harness::daemons_below(scratch).len() == staged
-    })
-    .await;
+    until("daemons of nobody are gone", async || daemons_below(driver.scratch()).len() == staged)
+        .await;
 }
 
 #[test]

@@ -1,62 +1,11 @@
 //! A pool that is full: calls say so, and deletion is the way out.
 
-use crate::harness::{Driver, names};
-use std::{
-    fs,
-    io::{ErrorKind, Write as _},
-    path::PathBuf,
-    process::Command,
+use crate::{
+    disk::SmallDisk,
+    harness::{Driver, names},
 };
+use std::{fs, process::Command};
 use tonic::Code;
-
-/// A small file system of its own, on a loop device that goes with it.
-struct SmallDisk {
-    dir: tempfile::TempDir,
-}
-
-impl SmallDisk {
-    fn new() -> Self {
-        let dir = tempfile::Builder::new().prefix("small-").tempdir().unwrap();
-        let image = dir.path().join("image");
-        fs::File::create(&image).unwrap().set_len(64 << 20).unwrap();
-        fs::create_dir(dir.path().join("mount")).unwrap();
-        let disk = Self { dir };
-        run(Command::new("mkfs.ext4").args(["-q", "-m", "0"]).arg(&image));
-        run(Command::new("mount").args(["-o", "loop"]).arg(&image).arg(disk.path()));
-        disk
-    }
-
-    fn path(&self) -> PathBuf {
-        self.dir.path().join("mount")
-    }
-
-    /// Writes until nothing more fits.
-    fn fill(&self) -> PathBuf {
-        let path = self.path().join("filler");
-        let mut file = fs::File::create(&path).unwrap();
-        for size in [1 << 20, 4096, 1] {
-            let block = vec![1; size];
-            loop {
-                match file.write_all(&block).and_then(|()| file.sync_all()) {
-                    Ok(()) => {}
-                    Err(error) if error.kind() == ErrorKind::StorageFull => break,
-                    Err(error) => panic!("{error}"),
-                }
-            }
-        }
-        path
-    }
-}
-
-impl Drop for SmallDisk {
-    fn drop(&mut self) {
-        _ = Command::new("umount").arg(self.path()).status();
-    }
-}
-
-fn run(command: &mut Command) {
-    assert!(command.status().unwrap().success(), "{command:?}");
-}
 
 #[tokio::test]
 async fn a_full_pool_creates_nothing_and_deletes_all_the_same() {
@@ -71,7 +20,7 @@ async fn a_full_pool_creates_nothing_and_deletes_all_the_same() {
         };
         create("pvc-1").await.unwrap();
         create("pvc-2").await.unwrap();
-        let filler = disk.fill();
+        let filler = crate::disk::fill(&disk.path());
         let error = create("pvc-3").await.unwrap_err();
         assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
         driver.stage("pvc-1").await.unwrap();
@@ -84,4 +33,33 @@ async fn a_full_pool_creates_nothing_and_deletes_all_the_same() {
         }
         driver.assert_empty().await;
     }
+}
+
+/// A run directory that is full, here a tmpfs of its own.
+#[tokio::test]
+async fn a_full_run_directory_keeps_nobody_from_leaving() {
+    let mut driver = Driver::start().await;
+    driver.kill();
+    for pid in crate::harness::supervisors_of(&driver.path("run")) {
+        crate::harness::signal(pid, "KILL");
+    }
+    let run = driver.path("run");
+    let mut mount = Command::new("mount");
+    mount.args(["-t", "tmpfs", "-o", "size=1m", "none"]).arg(&run);
+    assert!(mount.status().unwrap().success());
+    driver.launch(&[], None);
+    driver.answers().await;
+    driver.published("pvc-1").await;
+    driver.published("pvc-2").await;
+    let filler = crate::disk::fill(&run);
+    driver.create("pvc-3").await;
+    assert_eq!(driver.stage("pvc-3").await.unwrap_err().code(), Code::ResourceExhausted);
+    for volume in ["pvc-1", "pvc-2"] {
+        driver.remove(volume).await;
+    }
+    fs::remove_file(filler).unwrap();
+    driver.stage("pvc-3").await.unwrap();
+    driver.unstage("pvc-3").await.unwrap();
+    driver.delete("pvc-3").await.unwrap();
+    assert_eq!(crate::harness::daemons_below(driver.scratch()), [0; 0]);
 }

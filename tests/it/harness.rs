@@ -123,6 +123,11 @@ impl Driver {
         .await;
     }
 
+    /// The process id of the driver.
+    pub(crate) fn pid(&self) -> i32 {
+        self.process.as_ref().unwrap().id().try_into().unwrap()
+    }
+
     /// Waits for the driver to end by itself.
     pub(crate) fn ended(&mut self) -> std::process::ExitStatus {
         self.process.take().unwrap().wait().unwrap()
@@ -152,6 +157,20 @@ impl Driver {
     /// A path in the scratch directory.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.scratch.path().join(name)
+    }
+
+    /// The scratch directory, with everything of this driver below it.
+    pub(crate) fn scratch(&self) -> &Path {
+        self.scratch.path()
+    }
+
+    /// The part of the run directory of the one volume that is staged.
+    pub(crate) fn part(&self) -> PathBuf {
+        let run = self.path("run");
+        let mut keys = names(&run).into_iter().filter(|name| name.len() == 32);
+        let key = keys.next().unwrap();
+        assert_eq!(keys.next(), None, "one volume is staged");
+        run.join(key)
     }
 
     /// The same as text, for messages.

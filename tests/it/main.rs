@@ -7,9 +7,11 @@
     reason = "a test that cannot go on fails, and says what it measured"
 )]
 
+mod adversity;
 mod bad_input;
 mod cli;
 mod crash;
+mod disk;
 mod full;
 mod harness;
 mod lifecycle;

@@ -171,8 +171,7 @@ async fn after_a_reboot_nothing_is_staged_and_everything_can_be() {
     let volume = driver.published("pvc-1").await;
     driver.kill();
     let supervisors = supervisors_of(&driver.path("run"));
-    let scratch = driver.path("x").parent().unwrap().to_owned();
-    for pid in supervisors.into_iter().chain(daemons_below(&scratch)) {
+    for pid in supervisors.into_iter().chain(daemons_below(driver.scratch())) {
         signal(pid, "KILL");
         until("it is gone", async || !is_alive(pid)).await;
     }
@@ -197,8 +196,7 @@ async fn a_run_directory_that_was_wiped_can_still_be_unpublished_and_published()
     let other = driver.published("pvc-2").await;
     driver.kill();
     let supervisors = supervisors_of(&driver.path("run"));
-    let scratch = driver.path("x").parent().unwrap().to_owned();
-    for pid in supervisors.into_iter().chain(daemons_below(&scratch)) {
+    for pid in supervisors.into_iter().chain(daemons_below(driver.scratch())) {
         signal(pid, "KILL");
         until("it is gone", async || !is_alive(pid)).await;
     }
@@ -352,17 +350,16 @@ async fn a_volume_whose_attachment_cannot_be_read_is_not_deleted_under_its_daemo
     let mut driver = Driver::start().await;
     driver.published("pvc-1").await;
     driver.kill();
-    let run = driver.path("run");
-    let key = names(&run).into_iter().find(|name| name.len() == 32).unwrap();
-    fs::File::create(run.join(&key).join("attachment.json")).unwrap();
+    let part = driver.part();
+    fs::File::create(part.join("attachment.json")).unwrap();
     driver.launch(&[], None);
     driver.answers().await;
     let error = driver.delete("pvc-1").await.unwrap_err();
     assert_eq!(error.code(), Code::FailedPrecondition);
-    assert!(error.message().contains(&key), "{error}");
+    assert!(error.message().contains(part.to_str().unwrap()), "{error}");
     assert_eq!(names(&driver.path("pool/layers")).len(), 1);
     // Staging it again, as kubelet does after its restart, mends it under the running VM.
-    let daemons = crate::harness::daemons_below(&run);
+    let daemons = daemons_below(driver.scratch());
     driver.stage("pvc-1").await.unwrap();
     driver.publish("pvc-1").await.unwrap();
     assert_eq!(driver.daemons().await, daemons);
