@@ -103,10 +103,18 @@ impl HostPath {
         }
     }
 
-    /// An error where the path lies in `dir`, which is for something else.
+    /// An error where this is the same path as another of the request.
+    pub(super) fn require_other_than(&self, other: &Self) -> Result<(), Error> {
+        if self.path == other.path {
+            return Err(self.malformed("is the staging path"));
+        }
+        Ok(())
+    }
+
+    /// An error where the path lies in `dir`, which is the driver's alone.
     pub(super) fn require_outside(&self, dir: &Path) -> Result<(), Error> {
         if self.path.starts_with(dir) {
-            return Err(self.malformed("lies in a directory that is used otherwise"));
+            return Err(self.malformed("lies in a directory of the driver"));
         }
         Ok(())
     }

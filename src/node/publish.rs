@@ -32,7 +32,7 @@ impl Node {
         self.volumes.find(id)?;
         let attachment = self.staged(claim, &publish.staging_path)?;
         let target = publish.target.as_path();
-        publish.target.require_outside(publish.staging_path.as_path())?;
+        publish.target.require_other_than(&publish.staging_path)?;
         publish.target.require_outside(self.config.run.path())?;
         self.volumes.pool_dirs().try_for_each(|pool| publish.target.require_outside(pool))?;
         let known = attachment.targets.iter().any(|other| other == target);

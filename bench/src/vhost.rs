@@ -1,0 +1,191 @@
+//! A vhost-user-blk client: what a virtual machine is to a storage daemon, with one queue.
+
+use crate::{
+    load::{Direction, Load},
+    shared::Shared,
+};
+use anyhow::{Context as _, ensure};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::{
+    ops::Range,
+    os::fd::AsRawFd as _,
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use virtio_driver::{
+    EventFd, QueueNotifier, VhostUser, VirtioBlkFeatureFlags, VirtioBlkQueue, VirtioBlkTransport,
+    VirtioFeatureFlags,
+};
+
+/// Descriptors of the queue; a request takes three. QEMU's own default for this device.
+const QUEUE_SIZE: u16 = 128;
+
+/// A request that takes longer is lost.
+const LOST: Duration = Duration::from_secs(10);
+
+/// How a client learns that a request has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Wait {
+    /// It looks at the ring again and again, and asks the daemon not to signal.
+    Polling,
+    /// It sleeps until the daemon signals an eventfd, as a guest sleeps until an interrupt.
+    Eventfd,
+}
+
+/// An open disk.
+pub(crate) struct Disk {
+    queue: VirtioBlkQueue<'static, u16>,
+    notifier: Box<dyn QueueNotifier>,
+    signal: Arc<EventFd>,
+    wait: Wait,
+    /// One block a request in flight.
+    memory: Shared,
+    capacity: u64,
+    /// Last, as the queue lies in memory that it owns.
+    _transport: Box<VirtioBlkTransport>,
+}
+
+impl Disk {
+    /// Connects to the socket at `path`, with `bytes` of memory for requests in flight.
+    pub(crate) fn connect(path: &Path, bytes: usize, wait: Wait) -> anyhow::Result<Self> {
+        let features = VirtioFeatureFlags::VERSION_1 | VirtioFeatureFlags::RING_EVENT_IDX;
+        let features = features.bits() | VirtioBlkFeatureFlags::MQ.bits();
+        let text = path.to_str().context("a socket path that is not UTF-8")?;
+        let vhost = VhostUser::new(text, features);
+        let vhost = vhost.with_context(|| format!("connecting to {text}"))?;
+        let mut transport: Box<VirtioBlkTransport> = Box::new(vhost);
+        let mut queues = VirtioBlkQueue::setup_queues(&mut *transport, 1, QUEUE_SIZE)?;
+        let mut queue = queues.pop().context("a disk without a queue")?;
+        queue.set_used_notif_enabled(wait == Wait::Eventfd);
+        let memory = Shared::new(bytes)?;
+        let address = memory.bytes.as_ptr().addr();
+        transport.map_mem_region(address, bytes, memory.file.as_raw_fd(), 0)?;
+        Ok(Self {
+            queue,
+            notifier: transport.get_submission_notifier(0),
+            signal: transport.get_completion_fd(0),
+            wait,
+            memory,
+            capacity: transport.get_config()?.capacity.to_native() * 512,
+            _transport: transport,
+        })
+    }
+
+    /// Bytes of the disk.
+    pub(crate) fn capacity(&self) -> u64 {
+        self.capacity
+    }
+
+    /// Keeps `load` up for its time; requests a second.
+    pub(crate) fn run(&mut self, load: &Load) -> anyhow::Result<f64> {
+        let mut next = 0;
+        let mut ended = Vec::with_capacity(usize::from(load.depth));
+        let begin = Instant::now();
+        for slot in 0..load.depth {
+            self.submit(load, slot, load.offset(next))?;
+            next += 1;
+        }
+        self.notify()?;
+        let mut elapsed = Duration::ZERO;
+        while elapsed < load.time {
+            self.await_ends(&mut ended)?;
+            for slot in ended.drain(..) {
+                self.submit(load, slot, load.offset(next))?;
+                next += 1;
+            }
+            self.notify()?;
+            elapsed = begin.elapsed();
+        }
+        let done = next - u64::from(load.depth);
+        self.drain(load.depth, &mut ended)?;
+        Ok(crate::stats::float(done) / elapsed.as_secs_f64())
+    }
+
+    /// Writes `block` at `offset` and waits.
+    pub(crate) fn write(&mut self, offset: u64, block: &[u8]) -> anyhow::Result<()> {
+        self.memory.bytes[..block.len()].copy_from_slice(block);
+        self.queue.write(offset, &self.memory.bytes[..block.len()], 0)?;
+        self.notify()?;
+        self.drain(1, &mut Vec::new())
+    }
+
+    /// Reads `length` bytes at `offset`.
+    pub(crate) fn read(&mut self, offset: u64, length: usize) -> anyhow::Result<&[u8]> {
+        self.memory.bytes[..length].fill(0);
+        self.queue.read(offset, &mut self.memory.bytes[..length], 0)?;
+        self.notify()?;
+        self.drain(1, &mut Vec::new())?;
+        Ok(&self.memory.bytes[..length])
+    }
+
+    /// What requests carry that write: anything but zeroes, which some disks would not store.
+    pub(crate) fn fill(&mut self) {
+        for (index, byte) in self.memory.bytes.iter_mut().enumerate() {
+            *byte = u8::try_from(index % 251).map_or(1, |value| value.wrapping_add(1));
+        }
+    }
+
+    fn submit(&mut self, load: &Load, slot: u16, offset: u64) -> anyhow::Result<()> {
+        let range = place(slot, load.block)?;
+        match load.direction {
+            Direction::Read => self.queue.read(offset, &mut self.memory.bytes[range], slot)?,
+            Direction::Write => self.queue.write(offset, &self.memory.bytes[range], slot)?,
+        }
+        Ok(())
+    }
+
+    fn notify(&mut self) -> anyhow::Result<()> {
+        if self.queue.avail_notif_needed() {
+            self.notifier.notify()?;
+        }
+        Ok(())
+    }
+
+    fn drain(&mut self, mut count: u16, ended: &mut Vec<u16>) -> anyhow::Result<()> {
+        while count > 0 {
+            self.await_ends(ended)?;
+            count = count.saturating_sub(u16::try_from(ended.len())?);
+            ended.clear();
+        }
+        Ok(())
+    }
+
+    /// Waits until at least one request has ended; their slots go into `ended`.
+    fn await_ends(&mut self, ended: &mut Vec<u16>) -> anyhow::Result<()> {
+        let mut tries = 0_u32;
+        let mut since = None;
+        loop {
+            for completion in self.queue.completions() {
+                ensure!(completion.ret == 0, "a request ended with error {}", completion.ret);
+                ended.push(completion.context);
+            }
+            if !ended.is_empty() {
+                return Ok(());
+            }
+            match self.wait {
+                Wait::Eventfd => self.sleep()?,
+                Wait::Polling => std::hint::spin_loop(),
+            }
+            tries = tries.wrapping_add(1);
+            if tries.is_multiple_of(4096) {
+                let since = *since.get_or_insert_with(Instant::now);
+                ensure!(since.elapsed() < LOST, "a request is lost");
+            }
+        }
+    }
+
+    fn sleep(&self) -> anyhow::Result<()> {
+        let limit = Timespec::try_from(LOST)?;
+        let ready = poll(&mut [PollFd::new(&*self.signal, PollFlags::IN)], Some(&limit))?;
+        ensure!(ready > 0, "a request is lost");
+        self.signal.read()?;
+        Ok(())
+    }
+}
+
+fn place(slot: u16, block: u32) -> anyhow::Result<Range<usize>> {
+    let block = usize::try_from(block)?;
+    let start = usize::from(slot) * block;
+    Ok(start..start + block)
+}
