@@ -1,211 +1,201 @@
-//! The control plane: how long calls take, what volumes cost in memory, how fast a driver starts.
+//! The control plane: how long a call takes while other volumes exist.
 
 use crate::{
+    blocking,
     driver::Driver,
+    fleet,
+    plot::{Bar, Chart, Group},
     qsd::Bare,
-    report::Row,
+    report::{Report, Table},
     say::say,
-    stats::{Goal, Samples, float, median, ms, ratio},
+    stats::{Goal, Samples, ms, ratio},
 };
-use rustix::process::Signal;
 use std::{
-    fs::{self, File},
+    fs::File,
     io::Write as _,
     path::Path,
     time::{Duration, Instant},
 };
 
-/// Bytes of each volume; sparse, so that any number fits anywhere.
-const SIZE: i64 = 64 << 20;
-
-/// What was measured with so many volumes published.
-#[derive(Debug)]
-pub(crate) struct Step {
-    pub(crate) volumes: usize,
-    pub(crate) create: Samples,
-    pub(crate) attach: Samples,
-    pub(crate) detach: Samples,
-    pub(crate) delete: Samples,
-    /// PSS of one daemon, of the driver, of the supervisor, in MiB.
-    pub(crate) daemon: f64,
-    pub(crate) driver: f64,
-    pub(crate) supervisor: f64,
+/// What a call is compared with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reference {
+    /// A bare daemon: spawn, handshake, `quit`, end.
+    Spawn,
+    /// One durable file: 4 KiB written, fsync, rename, fsync of the directory.
+    Write,
 }
 
-/// What the same costs without a driver.
-#[derive(Debug)]
-pub(crate) struct Reference {
-    /// A daemon is started, greets, and is told to end.
-    pub(crate) daemon: Samples,
-    /// 4 KiB are written, synced, renamed, and the directory synced.
-    pub(crate) record: Samples,
-    /// PSS of a daemon that serves nothing, in MiB.
-    pub(crate) pss: f64,
+/// One kind of call at one level, or a reference.
+#[derive(Clone, Debug)]
+struct Row {
+    name: &'static str,
+    against: Option<Reference>,
+    samples: Samples,
 }
 
-/// Measures with each number of volumes published, and how fast a driver starts with the last.
-pub(crate) async fn measure(
-    target: &Path,
-    counts: &[usize],
-    samples: usize,
-) -> anyhow::Result<(Vec<Step>, Samples)> {
-    let mut driver = Driver::start(target).await?;
-    let mut volumes = Vec::new();
-    let mut steps = Vec::new();
-    for count in counts {
-        while volumes.len() < *count {
-            let volume = format!("volume-{}", volumes.len());
-            driver.create(&volume, SIZE).await?;
-            driver.attach(&volume).await?;
-            volumes.push(volume);
+/// All that was measured while `volumes` existed.
+#[derive(Clone, Debug)]
+struct Level {
+    volumes: usize,
+    rows: Vec<Row>,
+    spawn: Duration,
+    write: Duration,
+}
+
+/// The latencies at all levels.
+#[derive(Debug, Default)]
+pub(crate) struct Calls(Vec<Level>);
+
+const CREATE: &str = "CreateVolume";
+const ATTACH: &str = "NodeStage + NodePublish";
+const DETACH: &str = "NodeUnpublish + NodeUnstage";
+const DELETE: &str = "DeleteVolume";
+
+impl Calls {
+    /// Takes one more volume through its life, again and again.
+    pub(crate) async fn measure(
+        &mut self,
+        driver: &mut Driver,
+        volumes: usize,
+        count: usize,
+    ) -> anyhow::Result<()> {
+        say(format!("{count} samples of each call with {volumes} volumes ..."));
+        let (mut create, mut attach) = (Samples::default(), Samples::default());
+        let (mut detach, mut delete) = (Samples::default(), Samples::default());
+        let (mut spawn, mut write) = (Samples::default(), Samples::default());
+        for _ in 0..count {
+            let paths = driver.scratch.paths("sample")?;
+            let client = &mut driver.client;
+            create.push(client.create("sample", fleet::SIZE).await?);
+            attach.push(client.attach("sample", &paths).await?);
+            detach.push(client.detach("sample", &paths).await?);
+            delete.push(client.delete("sample").await?);
+            let sockets = driver.scratch.sockets().to_owned();
+            spawn.push(blocking(move || spawn_bare(&sockets)).await?);
+            let disk = driver.scratch.disk().to_owned();
+            write.push(blocking(move || write_durably(&disk)).await?);
         }
-        let step = one(&driver, *count, samples).await?;
-        say(format_args!(
-            "  {count:3} volumes: create {:.1} ms, stage+publish {:.1} ms, unpublish+unstage \
-             {:.1} ms, delete {:.1} ms (p50); {:.2} MiB a daemon",
-            ms(step.create.p50()),
-            ms(step.attach.p50()),
-            ms(step.detach.p50()),
-            ms(step.delete.p50()),
-            step.daemon,
-        ));
-        steps.push(step);
+        let (spawned, written) = (spawn.p50(), write.p50());
+        let row = |name, against, samples| Row { name, against, samples };
+        let rows = vec![
+            row(CREATE, Some(Reference::Write), create),
+            row(ATTACH, Some(Reference::Spawn), attach),
+            row(DETACH, Some(Reference::Spawn), detach),
+            row(DELETE, Some(Reference::Write), delete),
+            row("reference: bare daemon, spawn to end", None, spawn),
+            row("reference: durable 4 KiB file", None, write),
+        ];
+        self.0.push(Level { volumes, rows, spawn: spawned, write: written });
+        Ok(())
     }
-    let starts = restart(&mut driver).await?;
-    say(format_args!("  start with {} volumes: {:.0} ms", volumes.len(), ms(starts.p50())));
-    driver.finish(&volumes).await?;
-    Ok((steps, starts))
+
+    pub(crate) fn tell(&self, report: &mut Report) -> anyhow::Result<()> {
+        report.heading("Control plane");
+        report.text(
+            "Latency in milliseconds, one call after the other, while so many volumes are \
+             published. The last column is p50 divided by p50 of a reference at the same level: \
+             for creation and deletion one durable file (4 KiB, fsync, rename, fsync of the \
+             directory), else a bare qemu-storage-daemon from its spawn over the QMP handshake \
+             and `quit` to its end.",
+        );
+        let mut table = Table::new(["volumes", "call", "p50 ms", "p99 ms", "x reference"]);
+        for level in &self.0 {
+            for row in &level.rows {
+                table.row([
+                    level.volumes.to_string(),
+                    row.name.to_owned(),
+                    format!("{:.1}", ms(row.samples.p50())),
+                    format!("{:.1}", ms(row.samples.p99())),
+                    level.against(row).map_or_else(String::new, |ratio| format!("{ratio:.1}")),
+                ]);
+            }
+        }
+        report.table(&table);
+        self.judge(report);
+        report.figure("control.svg", "latency of calls by number of volumes", &self.chart())
+    }
+
+    fn judge(&self, report: &mut Report) {
+        let (Some(first), Some(last)) = (self.0.first(), self.0.last()) else { return };
+        let mut table = Table::new(["call", "figure", "value", "goal"]);
+        for (name, goal) in [(CREATE, 10.0), (ATTACH, 60.0)] {
+            let p50 = ms(first.p50(name).max(last.p50(name)));
+            let text = format!("{p50:.1} ms");
+            let figure = "p50, the larger of first and last level".to_owned();
+            table.row([name.to_owned(), figure, text, Goal::AtMost(goal).judge(p50)]);
+        }
+        for name in [CREATE, ATTACH, DETACH, DELETE] {
+            let growth = ratio(ms(last.p50(name)), ms(first.p50(name)));
+            let goal = match name {
+                CREATE | ATTACH => Goal::AtMost(1.5).judge(growth),
+                _ => String::new(),
+            };
+            let figure = format!("p50 at {} / p50 at {}", last.volumes, first.volumes);
+            table.row([name.to_owned(), figure, format!("{growth:.2}"), goal]);
+        }
+        for (name, growth) in [
+            ("reference: bare daemon", ratio(ms(last.spawn), ms(first.spawn))),
+            ("reference: durable file", ratio(ms(last.write), ms(first.write))),
+        ] {
+            let figure = format!("p50 at {} / p50 at {}", last.volumes, first.volumes);
+            let why = "the machine's own drift".to_owned();
+            table.row([name.to_owned(), figure, format!("{growth:.2}"), why]);
+        }
+        report.table(&table);
+    }
+
+    fn chart(&self) -> Chart {
+        let group = |name: &str| Group {
+            name: name.to_owned(),
+            bars: self.0.iter().map(|level| level.bar(name)).collect(),
+        };
+        let groups = [CREATE, ATTACH, DETACH, DELETE].map(group).into();
+        let title = "Latency by number of volumes: p50, line up to p99".to_owned();
+        Chart { title, unit: "ms", groups, goal: None }
+    }
 }
 
-async fn one(driver: &Driver, volumes: usize, samples: usize) -> anyhow::Result<Step> {
-    let [mut create, mut attach, mut detach, mut delete] = [(); 4].map(|()| Samples::default());
-    for number in 0..samples {
-        let volume = format!("sample-{number}");
-        create.push(timed(driver.create(&volume, SIZE)).await?);
-        attach.push(timed(driver.attach(&volume)).await?);
-        detach.push(timed(driver.detach(&volume)).await?);
-        delete.push(timed(driver.delete(&volume)).await?);
+impl Level {
+    fn samples(&self, name: &str) -> Samples {
+        let row = self.rows.iter().find(|row| row.name == name);
+        row.map(|row| row.samples.clone()).unwrap_or_default()
     }
-    let daemons = driver.daemons().await?;
-    let pss = daemons.iter().map(|pid| pss(*pid)).collect::<anyhow::Result<Vec<_>>>()?;
-    Ok(Step {
-        volumes,
-        create,
-        attach,
-        detach,
-        delete,
-        daemon: pss.iter().sum::<f64>() / float(daemons.len().try_into()?),
-        driver: self::pss(driver.pid()?)?,
-        supervisor: self::pss(driver.supervisor()?)?,
-    })
+
+    fn p50(&self, name: &str) -> Duration {
+        self.samples(name).p50()
+    }
+
+    fn bar(&self, name: &str) -> Bar {
+        let samples = self.samples(name);
+        Bar {
+            name: format!("{} volumes", self.volumes),
+            value: ms(samples.p50()),
+            upto: Some(ms(samples.p99())),
+        }
+    }
+
+    fn against(&self, row: &Row) -> Option<f64> {
+        let reference = match row.against? {
+            Reference::Spawn => self.spawn,
+            Reference::Write => self.write,
+        };
+        Some(ratio(ms(row.samples.p50()), ms(reference)))
+    }
 }
 
-/// Ends and starts the driver again, politely and not, below daemons that must not notice.
-async fn restart(driver: &mut Driver) -> anyhow::Result<Samples> {
-    let daemons = driver.daemons().await?;
-    let mut starts = Samples::default();
-    for signal in [Signal::TERM, Signal::KILL, Signal::TERM, Signal::KILL, Signal::KILL] {
-        driver.end(signal).await?;
-        starts.push(driver.launch().await?);
-        anyhow::ensure!(driver.daemons().await? == daemons, "a restart touched a daemon");
-    }
-    Ok(starts)
-}
-
-async fn timed(call: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<Duration> {
+fn spawn_bare(dir: &Path) -> anyhow::Result<Duration> {
     let begin = Instant::now();
-    call.await?;
+    Bare::start(dir)?.quit()?;
     Ok(begin.elapsed())
 }
 
-/// Proportional set size of a process, in MiB.
-fn pss(pid: i32) -> anyhow::Result<f64> {
-    let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
-    let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:"));
-    let kib: u64 = line.unwrap_or("0 kB").trim().trim_end_matches(" kB").parse()?;
-    Ok(float(kib) / 1024.0)
-}
-
-/// The same work without a driver.
-pub(crate) fn reference(target: &Path, samples: usize) -> anyhow::Result<Reference> {
-    let dir = tempfile::tempdir_in(target)?;
-    let sockets = tempfile::tempdir()?;
-    let (mut daemon, mut record) = (Samples::default(), Samples::default());
-    for _ in 0..samples {
-        let begin = Instant::now();
-        Bare::start(sockets.path())?.quit()?;
-        daemon.push(begin.elapsed());
-        let begin = Instant::now();
-        write_record(dir.path())?;
-        record.push(begin.elapsed());
-    }
-    let bare = (0..8).map(|_| Bare::start(tempfile::tempdir()?.path()));
-    let bare = bare.collect::<anyhow::Result<Vec<_>>>()?;
-    let sizes = bare.iter().map(|one| pss(one.pid().try_into()?));
-    let pss = median(sizes.collect::<anyhow::Result<Vec<_>>>()?);
-    Ok(Reference { daemon, record, pss })
-}
-
-#[expect(clippy::disallowed_methods, reason = "the reference is a record without the store")]
-fn write_record(dir: &Path) -> anyhow::Result<()> {
-    let draft = dir.join("draft");
-    let mut file = File::create(&draft)?;
-    file.write_all(&[7; 4096])?;
-    file.sync_all()?;
-    fs::rename(&draft, dir.join("record"))?;
+fn write_durably(dir: &Path) -> anyhow::Result<Duration> {
+    let begin = Instant::now();
+    let mut file = tempfile::NamedTempFile::new_in(dir)?;
+    file.write_all(&[b'x'; 4096])?;
+    file.as_file().sync_all()?;
+    file.persist(dir.join("durable"))?;
     File::open(dir)?.sync_all()?;
-    Ok(())
-}
-
-/// The figures as rows of the report.
-pub(crate) fn rows(steps: &[Step], starts: &Samples, reference: &Reference) -> Vec<Row> {
-    let (Some(first), Some(last)) = (steps.first(), steps.last()) else { return Vec::new() };
-    let mut rows = Vec::new();
-    let mut figure = |name: &str, value: f64, unit, note: String| {
-        rows.push(Row { name: name.to_owned(), value, unit, note });
-    };
-    let record = ms(reference.record.p50());
-    let daemon = ms(reference.daemon.p50());
-    figure("durable record, bare, p50", record, "ms", "reference".to_owned());
-    figure("daemon start, greeting and quit, bare, p50", daemon, "ms", "reference".to_owned());
-    for step in steps {
-        let calls: [(_, &Samples, Option<Goal>, f64); 4] = [
-            ("CreateVolume", &step.create, Some(Goal::AtMost(10.0)), record),
-            ("Stage+Publish", &step.attach, Some(Goal::AtMost(60.0)), daemon),
-            ("Unpublish+Unstage", &step.detach, None, daemon),
-            ("DeleteVolume", &step.delete, None, record),
-        ];
-        for (name, samples, goal, reference) in calls {
-            let name = format!("{name}, {} volumes", step.volumes);
-            let (p50, p99) = (ms(samples.p50()), ms(samples.p99()));
-            let times = format!("{:.1} x the bare reference", ratio(p50, reference));
-            let judged = goal.map(|goal| format!("; {}", goal.judge(p50))).unwrap_or_default();
-            figure(&format!("{name}, p50"), p50, "ms", format!("{times}{judged}"));
-            figure(&format!("{name}, p99"), p99, "ms", String::new());
-        }
-    }
-    for (name, few, many) in [
-        ("CreateVolume", &first.create, &last.create),
-        ("Stage+Publish", &first.attach, &last.attach),
-    ] {
-        let grown = ratio(ms(many.p50()), ms(few.p50()));
-        let name = format!("{name}, p50 at {} to {} volumes", last.volumes, first.volumes);
-        figure(&name, grown, "x", Goal::AtMost(1.5).judge(grown));
-    }
-    let per_volume = format!(
-        "{:.1} x a bare daemon; {}",
-        ratio(last.daemon, reference.pss),
-        Goal::AtMost(3.0).judge(last.daemon)
-    );
-    figure("PSS of a bare daemon", reference.pss, "MiB", "reference".to_owned());
-    figure("PSS a published idle volume", last.daemon, "MiB", per_volume);
-    for step in steps {
-        let count = step.volumes;
-        figure(&format!("PSS of the driver, {count} volumes"), step.driver, "MiB", String::new());
-        let name = format!("PSS of the supervisor, {count} volumes");
-        figure(&name, step.supervisor, "MiB", String::new());
-    }
-    let name = format!("start of the driver with {} published, p50", last.volumes);
-    figure(&name, ms(starts.p50()), "ms", "SIGTERM and SIGKILL in turn".to_owned());
-    rows
+    Ok(begin.elapsed())
 }

@@ -1,135 +1,223 @@
-//! Latency, memory and throughput of qsd-csi, each beside a reference in the same run.
+//! `qsd-csi-bench`: what qsd-csi costs, each figure beside a reference taken in the same run.
 //!
 //! ```text
-//! make bench                                  everything, some five minutes
-//! target/release/qsd-csi-bench --only data    a part: control or data
-//! target/release/qsd-csi-bench --quick        a short run, for a look at the program itself
+//! make bench                                       all parts, some 5 minutes on 2 cores
+//! target/release/qsd-csi-bench --only data         one part: control, memory or data
+//! target/release/qsd-csi-bench --quick             seconds: shows that it works, not how fast
+//! target/release/qsd-csi-bench --only tune         settings of bare daemons against each other
 //! ```
 //!
-//! - control: latency of calls with 1, 100 and 500 volumes published, against the bare work in
-//!   them (a daemon started and ended; a record made durable); memory; start-up of the driver.
-//! - data: 4 KiB random and 128 KiB sequential requests through the published socket, one queue,
-//!   one client thread (`--wait`: it sleeps on an eventfd, or polls the ring), against fio with `io_uring` and direct I/O on a
-//!   file of the same pool, in turns; writes durable on both sides (fio: `sync=dsync`).
+//! It drives the `qsd-csi` that lies beside it as `standalone`, over its gRPC socket, as root, with
+//! `qemu-storage-daemon` and `fio` from `PATH`. The pool lies below the report, on a disk; the run
+//! directory on a tmpfs where there is one. All of it is gone afterwards, also after Ctrl-C: every
+//! process is ended by its pid, every mount undone.
 //!
-//! Prints the figures and writes `target/bench/report.md` with plots. A goal that is missed is
-//! said, and fails nothing: times are of the machine as much as of the program.
+//! | part | figure | unit | reference |
+//! |---|---|---|---|
+//! | control | latency of CSI calls with 1, 100 and 500 volumes published | ms | a bare daemon from spawn to its end; one durable 4 KiB file |
+//! | control | start of the driver with 500 volumes published | ms | the same with none |
+//! | memory | memory of daemons, driver and supervisor, as proportional set size (PSS) | KiB | bare daemons that serve nothing |
+//! | data | requests a second through the published socket | IOPS | fio on a file of the same file system |
+//! | tune | requests a second of bare daemons with other settings | IOPS | fio, likewise |
+//!
+//! Figures depend on the machine; ratios to a reference less so. Goals are judged, and nothing
+//! fails where one is missed. The report is `report.md` with its plots, in `target/bench`.
 
+mod client;
 mod control;
 mod data;
 mod driver;
 mod fio;
+mod fleet;
 mod load;
+mod machine;
+mod memory;
+mod plot;
+mod process;
 mod qsd;
 mod report;
+mod restart;
 mod say;
+mod scratch;
 mod shared;
 mod stats;
+mod tune;
 mod vhost;
 
 use anyhow::Context as _;
 use clap::{Parser, ValueEnum};
-use report::{Plot, Row};
+use driver::Driver;
+use fleet::Fleet;
+use report::Report;
 use say::say;
-use stats::ms;
-use std::{path::Path, time::Duration};
+use std::{io::Write as _, path::PathBuf, process::ExitCode, time::Duration};
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    time::Instant,
+};
 
-/// Measure qsd-csi against references in the same run.
+/// Measures qsd-csi, each figure beside a reference taken in the same run.
 #[derive(Debug, Parser)]
+#[command(version, max_term_width = 100)]
 struct Args {
-    /// Measure one part only
-    #[arg(long)]
-    only: Option<Part>,
-    /// A short run whose figures mean little
+    /// Measure this part only; may be given several times
+    #[arg(long, value_name = "PART")]
+    only: Vec<Part>,
+    /// Show within seconds that it works; the figures mean nothing
     #[arg(long)]
     quick: bool,
-    /// How the client of the data plane learns that a request has ended
-    #[arg(long, value_enum, default_value = "eventfd")]
-    wait: vhost::Wait,
+    /// Where to write the report, on the disk to measure [default: bench, beside the programs]
+    #[arg(long, value_name = "DIR")]
+    report: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Part {
+    /// Latency of CSI calls, and start-up
     Control,
+    /// Memory of all processes
+    Memory,
+    /// Requests a second through a published socket
     Data,
+    /// Settings of bare daemons against each other; not part of a whole run
+    Tune,
 }
 
-#[tokio::main]
-async fn main() -> anyhow::Result<()> {
+/// How much to do.
+#[derive(Clone, Debug)]
+struct Plan {
+    /// Volumes that exist while calls are measured, ascending.
+    levels: Vec<usize>,
+    /// Samples of each call.
+    samples: usize,
+    /// Starts of the driver, of each kind.
+    starts: usize,
+    /// Bytes of a disk that requests touch.
+    span: u64,
+    /// Times that each pair alternates; those with a goal have more.
+    rounds: usize,
+    goal_rounds: usize,
+    /// How long one side of a pair runs.
+    time: Duration,
+}
+
+impl Plan {
+    fn new(quick: bool) -> Self {
+        if quick {
+            let time = Duration::from_millis(200);
+            let (span, levels) = (32 << 20, vec![1, 6]);
+            Self { levels, samples: 4, starts: 1, span, rounds: 1, goal_rounds: 1, time }
+        } else {
+            let time = Duration::from_secs(2);
+            let (span, levels) = (1 << 30, vec![1, 100, 500]);
+            Self { levels, samples: 60, starts: 5, span, rounds: 3, goal_rounds: 7, time }
+        }
+    }
+}
+
+fn main() -> ExitCode {
     let args = Args::parse();
-    tokio::select! {
-        done = run(&args) => done,
-        // What was started is ended by being dropped.
-        _ = tokio::signal::ctrl_c() => anyhow::bail!("interrupted"),
+    match start(args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            _ = writeln!(std::io::stderr(), "error: {error:#}");
+            ExitCode::FAILURE
+        }
     }
 }
 
-async fn run(args: &Args) -> anyhow::Result<()> {
-    let program = std::env::current_exe()?;
-    let target = program.ancestors().nth(2).context("this program lies in target/")?;
-    let target = target.join("bench");
-    std::fs::create_dir_all(&target)?;
-    let wants = |part| args.only.is_none_or(|only| only == part);
-    let (mut rows, mut plots) = (Vec::new(), Vec::new());
-    if wants(Part::Control) {
-        control(&target, args.quick, &mut rows, &mut plots).await?;
-    }
-    if wants(Part::Data) {
-        data(&target, args, &mut rows, &mut plots).await?;
-    }
-    for row in &rows {
-        say(format_args!("{:58} {:9.2} {:3}  {}", row.name, row.value, row.unit, row.note));
-    }
-    let path = report::write(&target, &about(args.quick).await?, &rows, &plots)?;
-    say(format_args!("report: {}", path.display()));
-    Ok(())
-}
-
-async fn about(quick: bool) -> anyhow::Result<String> {
-    let cores = std::thread::available_parallelism()?;
-    let sockets = tempfile::tempdir()?;
-    let qemu = qsd::Bare::start(sockets.path())?.version()?;
-    let kind = if quick { "A quick run; its figures mean little. " } else { "" };
-    Ok(format!("{kind}{cores} cores, qemu-storage-daemon {qemu}, {}.", fio::version().await?))
-}
-
-async fn control(
-    target: &Path,
-    quick: bool,
-    rows: &mut Vec<Row>,
-    plots: &mut Vec<Plot>,
-) -> anyhow::Result<()> {
-    say("control plane");
-    let (counts, samples): (&[usize], _) = if quick { (&[1, 3], 5) } else { (&[1, 100, 500], 60) };
-    let reference = control::reference(target, samples)?;
-    let (steps, starts) = control::measure(target, counts, samples).await?;
-    rows.extend(control::rows(&steps, &starts, &reference));
-    let bars = steps.iter().flat_map(|step| {
-        let bar = |name: &str, p50| (format!("{name}, {} volumes", step.volumes), ms(p50));
-        [
-            bar("CreateVolume", step.create.p50()),
-            bar("Stage+Publish", step.attach.p50()),
-            bar("Unpublish+Unstage", step.detach.p50()),
-            bar("DeleteVolume", step.delete.p50()),
-        ]
+/// Runs until the end or a signal. Either way the guards of `run` undo all it did.
+fn start(args: Args) -> anyhow::Result<()> {
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    let runtime = runtime.worker_threads(2).enable_all().build()?;
+    let outcome = runtime.block_on(async {
+        let mut terminate = signal(SignalKind::terminate())?;
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        tokio::select! {
+            outcome = run(args) => outcome,
+            _ = terminate.recv() => anyhow::bail!("told to end"),
+            _ = interrupt.recv() => anyhow::bail!("interrupted"),
+        }
     });
-    let title = "Latency of calls, p50";
-    plots.push(Plot { file: "control.svg", title, unit: "ms", bars: bars.collect(), mark: None });
+    runtime.shutdown_timeout(Duration::from_secs(10)); // lets a load end that is under way
+    outcome
+}
+
+async fn run(args: Args) -> anyhow::Result<()> {
+    let begin = Instant::now();
+    let dir = match args.report {
+        Some(dir) => std::path::absolute(dir)?,
+        None => default_dir()?,
+    };
+    std::fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
+    _ = std::fs::remove_file(dir.join(driver::LOG)); // of an earlier run
+    let plan = Plan::new(args.quick);
+    let wanted = |part: Part| match args.only.as_slice() {
+        [] => part != Part::Tune,
+        only => only.contains(&part),
+    };
+    let mut report = Report::new(&dir);
+    report.heading("qsd-csi, measured");
+    report.text(machine::describe(&dir).await?);
+    if args.quick {
+        report.text("A quick run: these figures mean nothing.");
+    }
+    if wanted(Part::Control) || wanted(Part::Memory) {
+        levels(&plan, &mut report, wanted(Part::Control), wanted(Part::Memory)).await?;
+    }
+    if wanted(Part::Data) {
+        data::measure(&plan, &mut report).await?;
+    }
+    if wanted(Part::Tune) {
+        tune::measure(&plan, &mut report).await?;
+    }
+    report.text(format!("The run took {} s.", begin.elapsed().as_secs()));
+    let path = report.write()?;
+    say(format!("\nreport: {}", path.display()));
     Ok(())
 }
 
-async fn data(
-    target: &Path,
-    args: &Args,
-    rows: &mut Vec<Row>,
-    plots: &mut Vec<Plot>,
+/// Control plane and memory, while volumes become more and more.
+async fn levels(
+    plan: &Plan,
+    report: &mut Report,
+    control: bool,
+    memory: bool,
 ) -> anyhow::Result<()> {
-    say("data plane");
-    let (rounds, time) = if args.quick { (1, 200) } else { (5, 3000) };
-    let pairs = data::measure(target, rounds, Duration::from_millis(time), args.wait).await?;
-    rows.extend(data::rows(&pairs));
-    let bars = pairs.iter().map(|pair| (pair.name.clone(), pair.ratio)).collect();
-    let title = "Throughput, published volume to fio on a file";
-    plots.push(Plot { file: "data.svg", title, unit: "x", bars, mark: Some(1.0) });
-    Ok(())
+    let mut driver = Driver::start(report.dir()).await?;
+    let mut fleet = Fleet::default();
+    let mut calls = control::Calls::default();
+    let mut sizes = memory::Sizes::default();
+    for level in &plan.levels {
+        fleet.grow(&mut driver, *level).await?;
+        if memory {
+            sizes.measure(&mut driver, *level).await?;
+        }
+        if control {
+            calls.measure(&mut driver, *level, plan.samples).await?;
+        }
+    }
+    if control {
+        calls.tell(report)?;
+        restart::measure(&mut driver, plan.starts, report).await?;
+    }
+    if memory {
+        sizes.tell(report);
+    }
+    fleet.clear(&mut driver).await?;
+    driver.end().await
+}
+
+/// `bench` beside the directory that this program lies in: `target/bench`.
+fn default_dir() -> anyhow::Result<PathBuf> {
+    let program = std::env::current_exe().context("finding this program")?;
+    let target = program.parent().and_then(|profile| profile.parent());
+    Ok(target.context("this program lies in no target directory; say --report")?.join("bench"))
+}
+
+/// Runs what blocks where it holds up nobody.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> anyhow::Result<T> + Send + 'static,
+) -> anyhow::Result<T> {
+    tokio::task::spawn_blocking(work).await?
 }

@@ -1,5 +1,7 @@
-//! The report in `target/bench/`: a table, and bars as SVG.
+//! The report: said on standard output as it grows, and written as Markdown with its plots.
 
+use crate::{plot::Chart, say::say};
+use anyhow::Context as _;
 use std::{
     fmt::Write as _,
     fs::File,
@@ -7,120 +9,114 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// One figure.
-#[derive(Clone, Debug)]
-pub(crate) struct Row {
-    pub(crate) name: String,
-    pub(crate) value: f64,
-    pub(crate) unit: &'static str,
-    pub(crate) note: String,
+pub(crate) struct Report {
+    dir: PathBuf,
+    markdown: String,
 }
 
-/// A group of bars with one unit.
-#[derive(Clone, Debug)]
-pub(crate) struct Plot {
-    pub(crate) file: &'static str,
-    pub(crate) title: &'static str,
-    pub(crate) unit: &'static str,
-    /// Each bar: what it is, and how long.
-    pub(crate) bars: Vec<(String, f64)>,
-    /// A line to reach.
-    pub(crate) mark: Option<f64>,
+/// A table with a head.
+pub(crate) struct Table {
+    rows: Vec<Vec<String>>,
 }
 
-/// Writes `report.md` and the plots; the path of the report.
-pub(crate) fn write(
-    dir: &Path,
-    about: &str,
-    rows: &[Row],
-    plots: &[Plot],
-) -> anyhow::Result<PathBuf> {
-    let mut text = format!("# qsd-csi bench\n\n{about}\n\n| figure | value | |\n|---|---:|---|\n");
-    for row in rows {
-        let Row { name, value, unit, note } = row;
-        writeln!(text, "| {name} | {value:.2} {unit} | {note} |")?;
+impl Table {
+    pub(crate) fn new<const N: usize>(head: [&str; N]) -> Self {
+        Self { rows: vec![head.map(str::to_owned).into()] }
     }
-    for plot in plots {
-        writeln!(text, "\n![{}]({})", plot.title, plot.file)?;
-        File::create(dir.join(plot.file))?.write_all(svg(plot).as_bytes())?;
+
+    /// Adds a row with as many cells as the head.
+    pub(crate) fn row<const N: usize>(&mut self, cells: [String; N]) {
+        debug_assert_eq!(Some(N), self.rows.first().map(Vec::len), "cells of a row");
+        self.rows.push(cells.into());
     }
-    let path = dir.join("report.md");
-    File::create(&path)?.write_all(text.as_bytes())?;
-    Ok(path)
+
+    /// As Markdown, padded so that it reads well as it is.
+    fn markdown(&self) -> String {
+        let columns = self.rows.first().map_or(0, Vec::len);
+        let width = |column: usize| {
+            let widths = self.rows.iter().filter_map(|row| Some(row.get(column)?.chars().count()));
+            widths.max().unwrap_or_default().max(3)
+        };
+        let widths: Vec<usize> = (0..columns).map(width).collect();
+        let mut text = String::new();
+        for (number, row) in self.rows.iter().enumerate() {
+            for (cell, width) in row.iter().zip(&widths) {
+                _ = write!(text, "| {cell:width$} ");
+            }
+            text.push_str("|\n");
+            if number == 0 {
+                for width in &widths {
+                    _ = write!(text, "|{}", "-".repeat(width + 2));
+                }
+                text.push_str("|\n");
+            }
+        }
+        text
+    }
 }
 
-const ROW: f64 = 26.0;
-const LABELS: f64 = 330.0;
-const BARS: f64 = 400.0;
-const TOP: f64 = 46.0;
-
-/// Horizontal bars, each with its value at its end.
-fn svg(plot: &Plot) -> String {
-    let most = plot.bars.iter().map(|(_, value)| *value).chain(plot.mark).fold(0.0, f64::max);
-    let scale = if most > 0.0 { BARS / most } else { 0.0 };
-    let mut rows = String::new();
-    let mut y = TOP;
-    for (label, value) in &plot.bars {
-        let (length, middle) = (value * scale, y + ROW * 0.62);
-        _ = writeln!(
-            rows,
-            "<text x=\"{:.0}\" y=\"{middle:.1}\" text-anchor=\"end\">{}</text>\
-             <rect x=\"{LABELS:.0}\" y=\"{:.1}\" width=\"{length:.1}\" height=\"{:.1}\" \
-             fill=\"#4878a8\"/><text x=\"{:.1}\" y=\"{middle:.1}\">{value:.2}</text>",
-            LABELS - 8.0,
-            escaped(label),
-            y + ROW * 0.15,
-            ROW * 0.7,
-            LABELS + length + 6.0,
-        );
-        y += ROW;
+impl Report {
+    /// A report that will be written to `dir`.
+    pub(crate) fn new(dir: &Path) -> Self {
+        Self { dir: dir.to_owned(), markdown: String::new() }
     }
-    if let Some(mark) = plot.mark {
-        let x = LABELS + mark * scale;
-        _ = writeln!(
-            rows,
-            "<line x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{TOP:.0}\" y2=\"{y:.1}\" stroke=\"#b03030\" \
-             stroke-dasharray=\"4 3\"/>"
-        );
-    }
-    let (width, height) = (LABELS + BARS + 80.0, y + 14.0);
-    format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width:.0}\" height=\"{height:.0}\" \
-         font-family=\"sans-serif\" font-size=\"13\">\n<rect width=\"100%\" height=\"100%\" \
-         fill=\"white\"/>\n<text x=\"14\" y=\"26\" font-size=\"16\">{} ({})</text>\n{rows}</svg>\n",
-        escaped(plot.title),
-        plot.unit
-    )
-}
 
-fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;")
+    /// The directory it is written to.
+    pub(crate) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    pub(crate) fn heading(&mut self, text: &str) {
+        let level = if self.markdown.is_empty() { "#" } else { "##" };
+        self.add(&format!("{level} {text}"));
+    }
+
+    pub(crate) fn text(&mut self, text: impl AsRef<str>) {
+        self.add(text.as_ref());
+    }
+
+    pub(crate) fn table(&mut self, table: &Table) {
+        self.add(table.markdown().trim_end());
+    }
+
+    /// Draws a chart into a file beside the report.
+    pub(crate) fn figure(&mut self, file: &str, what: &str, chart: &Chart) -> anyhow::Result<()> {
+        self.create(file, &chart.svg())?;
+        self.add(&format!("![{what}]({file})"));
+        Ok(())
+    }
+
+    /// Writes the report; where to.
+    pub(crate) fn write(&self) -> anyhow::Result<PathBuf> {
+        self.create("report.md", &self.markdown)
+    }
+
+    fn add(&mut self, block: &str) {
+        say(format!("\n{block}"));
+        if !self.markdown.is_empty() {
+            self.markdown.push('\n');
+        }
+        self.markdown.push_str(block);
+        self.markdown.push('\n');
+    }
+
+    fn create(&self, name: &str, text: &str) -> anyhow::Result<PathBuf> {
+        let path = self.dir.join(name);
+        let mut file = File::create(&path).with_context(|| path.display().to_string())?;
+        file.write_all(text.as_bytes())?;
+        Ok(path)
+    }
 }
 
 #[cfg(test)]
 mod test {
     use super::*;
 
-    fn plot() -> Plot {
-        let bars = vec![("a < b".to_owned(), 1.0), ("c".to_owned(), 2.0)];
-        Plot { file: "p.svg", title: "T", unit: "x", bars, mark: Some(1.5) }
-    }
-
     #[test]
-    fn the_longest_bar_has_the_full_length_and_labels_are_escaped() {
-        let svg = svg(&plot());
-        assert!(svg.contains("a &lt; b"));
-        assert!(svg.contains("width=\"400.0\"") && svg.contains("width=\"200.0\""));
-        assert!(svg.contains("<line x1=\"630.0\""));
-    }
-
-    #[test]
-    fn a_report_names_its_plots() {
-        let dir = tempfile::tempdir().unwrap();
-        let row = Row { name: "n".into(), value: 1.0, unit: "ms", note: "note".into() };
-        let path = write(dir.path(), "about", &[row], &[plot()]).unwrap();
-        let text = std::fs::read_to_string(path).unwrap();
-        assert!(text.contains("| n | 1.00 ms | note |") && text.contains("![T](p.svg)"));
-        assert!(dir.path().join("p.svg").exists());
+    fn a_table_is_padded_to_its_widest_cells() {
+        let mut table = Table::new(["call", "ms"]);
+        table.row(["CreateVolume".to_owned(), "7.1".to_owned()]);
+        let expected = "| call         | ms  |\n|--------------|-----|\n| CreateVolume | 7.1 |\n";
+        assert_eq!(table.markdown(), expected);
     }
 }

@@ -25,7 +25,7 @@ const QUEUE_SIZE: u16 = 128;
 const LOST: Duration = Duration::from_secs(10);
 
 /// How a client learns that a request has ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wait {
     /// It looks at the ring again and again, and asks the daemon not to signal.
     Polling,
@@ -38,7 +38,6 @@ pub(crate) struct Disk {
     queue: VirtioBlkQueue<'static, u16>,
     notifier: Box<dyn QueueNotifier>,
     signal: Arc<EventFd>,
-    wait: Wait,
     /// One block a request in flight.
     memory: Shared,
     capacity: u64,
@@ -48,7 +47,7 @@ pub(crate) struct Disk {
 
 impl Disk {
     /// Connects to the socket at `path`, with `bytes` of memory for requests in flight.
-    pub(crate) fn connect(path: &Path, bytes: usize, wait: Wait) -> anyhow::Result<Self> {
+    pub(crate) fn connect(path: &Path, bytes: usize) -> anyhow::Result<Self> {
         let features = VirtioFeatureFlags::VERSION_1 | VirtioFeatureFlags::RING_EVENT_IDX;
         let features = features.bits() | VirtioBlkFeatureFlags::MQ.bits();
         let text = path.to_str().context("a socket path that is not UTF-8")?;
@@ -56,8 +55,7 @@ impl Disk {
         let vhost = vhost.with_context(|| format!("connecting to {text}"))?;
         let mut transport: Box<VirtioBlkTransport> = Box::new(vhost);
         let mut queues = VirtioBlkQueue::setup_queues(&mut *transport, 1, QUEUE_SIZE)?;
-        let mut queue = queues.pop().context("a disk without a queue")?;
-        queue.set_used_notif_enabled(wait == Wait::Eventfd);
+        let queue = queues.pop().context("a disk without a queue")?;
         let memory = Shared::new(bytes)?;
         let address = memory.bytes.as_ptr().addr();
         transport.map_mem_region(address, bytes, memory.file.as_raw_fd(), 0)?;
@@ -65,7 +63,6 @@ impl Disk {
             queue,
             notifier: transport.get_submission_notifier(0),
             signal: transport.get_completion_fd(0),
-            wait,
             memory,
             capacity: transport.get_config()?.capacity.to_native() * 512,
             _transport: transport,
@@ -78,7 +75,8 @@ impl Disk {
     }
 
     /// Keeps `load` up for its time; requests a second.
-    pub(crate) fn run(&mut self, load: &Load) -> anyhow::Result<f64> {
+    pub(crate) fn run(&mut self, load: &Load, wait: Wait) -> anyhow::Result<f64> {
+        self.queue.set_used_notif_enabled(wait == Wait::Eventfd);
         let mut next = 0;
         let mut ended = Vec::with_capacity(usize::from(load.depth));
         let begin = Instant::now();
@@ -89,7 +87,7 @@ impl Disk {
         self.notify()?;
         let mut elapsed = Duration::ZERO;
         while elapsed < load.time {
-            self.await_ends(&mut ended)?;
+            self.await_ends(wait, &mut ended)?;
             for slot in ended.drain(..) {
                 self.submit(load, slot, load.offset(next))?;
                 next += 1;
@@ -98,7 +96,7 @@ impl Disk {
             elapsed = begin.elapsed();
         }
         let done = next - u64::from(load.depth);
-        self.drain(load.depth, &mut ended)?;
+        self.drain(wait, load.depth)?;
         Ok(crate::stats::float(done) / elapsed.as_secs_f64())
     }
 
@@ -107,7 +105,18 @@ impl Disk {
         self.memory.bytes[..block.len()].copy_from_slice(block);
         self.queue.write(offset, &self.memory.bytes[..block.len()], 0)?;
         self.notify()?;
-        self.drain(1, &mut Vec::new())
+        self.drain(Wait::Polling, 1)
+    }
+
+    /// Writes all of the first `span` bytes, 1 MiB at a time, with what `fill` put in.
+    pub(crate) fn write_all(&mut self, span: u64) -> anyhow::Result<()> {
+        for offset in (0..span).step_by(1 << 20) {
+            let length = usize::try_from((span - offset).min(1 << 20))?;
+            self.queue.write(offset, &self.memory.bytes[..length], 0)?;
+            self.notify()?;
+            self.drain(Wait::Polling, 1)?;
+        }
+        Ok(())
     }
 
     /// Reads `length` bytes at `offset`.
@@ -115,7 +124,7 @@ impl Disk {
         self.memory.bytes[..length].fill(0);
         self.queue.read(offset, &mut self.memory.bytes[..length], 0)?;
         self.notify()?;
-        self.drain(1, &mut Vec::new())?;
+        self.drain(Wait::Polling, 1)?;
         Ok(&self.memory.bytes[..length])
     }
 
@@ -142,9 +151,10 @@ impl Disk {
         Ok(())
     }
 
-    fn drain(&mut self, mut count: u16, ended: &mut Vec<u16>) -> anyhow::Result<()> {
+    fn drain(&mut self, wait: Wait, mut count: u16) -> anyhow::Result<()> {
+        let mut ended = Vec::new();
         while count > 0 {
-            self.await_ends(ended)?;
+            self.await_ends(wait, &mut ended)?;
             count = count.saturating_sub(u16::try_from(ended.len())?);
             ended.clear();
         }
@@ -152,7 +162,7 @@ impl Disk {
     }
 
     /// Waits until at least one request has ended; their slots go into `ended`.
-    fn await_ends(&mut self, ended: &mut Vec<u16>) -> anyhow::Result<()> {
+    fn await_ends(&mut self, wait: Wait, ended: &mut Vec<u16>) -> anyhow::Result<()> {
         let mut tries = 0_u32;
         let mut since = None;
         loop {
@@ -163,7 +173,7 @@ impl Disk {
             if !ended.is_empty() {
                 return Ok(());
             }
-            match self.wait {
+            match wait {
                 Wait::Eventfd => self.sleep()?,
                 Wait::Polling => std::hint::spin_loop(),
             }

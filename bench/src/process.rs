@@ -1,0 +1,63 @@
+//! Processes by their pid: their memory, their end.
+
+use anyhow::Context as _;
+use rustix::process::{Pid, Signal, kill_process};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// The proportional set size of a process in KiB: its private pages, and its share of others.
+pub(crate) fn pss(pid: i32) -> anyhow::Result<u64> {
+    let path = format!("/proc/{pid}/smaps_rollup");
+    let text = fs::read_to_string(&path).with_context(|| path.clone())?;
+    pss_of(&text).with_context(|| format!("{path} has no Pss"))
+}
+
+fn pss_of(rollup: &str) -> Option<u64> {
+    let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse().ok()
+}
+
+/// Whether it runs. One that has ended and that nobody waits for has no program any more.
+pub(crate) fn runs(pid: i32) -> bool {
+    fs::read_link(format!("/proc/{pid}/exe")).is_ok()
+}
+
+/// Sends a signal; to one that has ended is fine.
+pub(crate) fn signal(pid: i32, signal: Signal) {
+    if let Some(pid) = Pid::from_raw(pid) {
+        _ = kill_process(pid, signal);
+    }
+}
+
+/// The processes whose standard input is a file below `dir`, as that of the driver's daemons is.
+pub(crate) fn reading_below(dir: &Path) -> Vec<i32> {
+    let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
+    let pid_of = |path: PathBuf| path.file_name()?.to_str()?.parse().ok();
+    let pids = entries.flatten().filter_map(|entry| pid_of(entry.path()));
+    let reads = |pid: &i32| {
+        fs::read_link(format!("/proc/{pid}/fd/0")).is_ok_and(|input| input.starts_with(dir))
+    };
+    pids.filter(reads).collect()
+}
+
+#[cfg(test)]
+mod test {
+    use super::*;
+
+    #[test]
+    fn the_proportional_set_size_is_read_and_no_other_line() {
+        let rollup = "55d0-7ffd ---p 0 00:00 0 [rollup]\nRss: 9514 kB\nPss:    1408 kB\n\
+                      Pss_Dirty: 1322 kB\n";
+        assert_eq!(pss_of(rollup), Some(1408));
+        assert_eq!(pss_of("Rss: 1 kB\n"), None);
+    }
+
+    #[test]
+    fn this_process_runs_and_has_a_size() {
+        let own = rustix::process::getpid().as_raw_nonzero().get();
+        assert!(runs(own));
+        assert!(pss(own).unwrap() > 0);
+    }
+}
