@@ -42,7 +42,7 @@ impl SmallDisk {
 
 impl Drop for SmallDisk {
     fn drop(&mut self) {
-        _ = Command::new("umount").arg(self.path()).status();
+        _ = Command::new("umount").arg("--lazy").arg(self.path()).status();
     }
 }
 
