@@ -51,9 +51,9 @@ mod test {
     #[test]
     fn the_innermost_mount_tells_the_file_system() {
         let table = "1 0 254:0 / / rw - ext4 /dev/vda rw\n2 1 0:5 / /dev/shm rw - tmpfs tmpfs rw\n\
-                     3 1 0:6 / /work rw shared:1 - xfs /dev/vdb rw\n";
-        assert_eq!(file_system(table, Path::new("/work/target")), Some("xfs"));
-        assert_eq!(file_system(table, Path::new("/workshop")), Some("ext4"));
+                     3 1 0:6 / /data rw shared:1 - xfs /dev/vdb rw\n";
+        assert_eq!(file_system(table, Path::new("/data/target")), Some("xfs"));
+        assert_eq!(file_system(table, Path::new("/datashop")), Some("ext4"));
         assert_eq!(file_system("", Path::new("/")), None);
     }
 }

@@ -3,7 +3,7 @@
 use crate::{
     disk::SmallDisk,
     harness::{
-        Driver, LIMIT, create_request, daemons_below, is_alive, mount, names, signal,
+        Dice, Driver, LIMIT, create_request, daemons_below, is_alive, mount, names, signal,
         supervisors_of, until,
     },
     vm::Vm,
@@ -361,22 +361,12 @@ async fn a_supervisor_belongs_to_nobody() {
     assert_ne!(session(supervisor), session(driver.pid()));
 }
 
-/// A sequence of numbers; its seed is told, and `QSD_CSI_SEED` repeats it.
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self, sides: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963);
-        (self.0 >> 33) % sides
-    }
-}
-
-/// Driver, supervisor and daemons are killed at any moment of any call.
+/// Driver, supervisor and daemons are killed at any moment of any call; `QSD_CSI_SEED` repeats it.
 #[tokio::test(flavor = "multi_thread")]
 async fn random_kills_heal() {
     let seed = std::env::var("QSD_CSI_SEED").map_or(1, |seed| seed.parse().unwrap());
     eprintln!("QSD_CSI_SEED={seed}");
-    let mut dice = Dice(seed);
+    let mut dice = Dice::new(seed);
     let mut driver = Driver::start().await;
     let volumes = ["pvc-1", "pvc-2", "pvc-3"];
     for round in 0..40 {

@@ -1,6 +1,6 @@
 //! Many callers at once, on few volumes, some of whom hang up half way.
 
-use crate::harness::{Driver, until};
+use crate::harness::{Dice, Driver, until};
 use std::{sync::Arc, time::Duration};
 use tonic::Code;
 
@@ -11,23 +11,13 @@ const CALLERS: u64 = 12;
 const ROUNDS: u64 = 40;
 const VOLUMES: u64 = 5;
 
-/// A sequence of numbers that is the same in every run.
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self, sides: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963);
-        (self.0 >> 33) % sides
-    }
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn callers_that_collide_and_hang_up_leave_all_in_order() {
     let driver = Arc::new(Driver::start().await);
     let callers = (0..CALLERS).map(|seed| {
         let driver = driver.clone();
         tokio::spawn(async move {
-            let mut dice = Dice(seed);
+            let mut dice = Dice::new(seed);
             for _ in 0..ROUNDS {
                 let volume = format!("pvc-{}", dice.roll(VOLUMES));
                 let (step, patience) = (dice.roll(6), Duration::from_millis(dice.roll(30)));
