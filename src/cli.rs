@@ -1,6 +1,7 @@
 //! The command line: the processes of the driver, and commands for people.
 
 mod output;
+mod relay;
 mod standalone;
 mod volume;
 
@@ -34,6 +35,8 @@ enum Command {
         #[arg(long, value_name = "DIR")]
         run_dir: PathBuf,
     },
+    /// Stand between VMs and daemons, so that disks outlive daemons; started by the supervisor
+    Relay(relay::Args),
     /// Create, look at, attach and delete volumes by hand
     Volume(volume::Args),
 }
@@ -45,6 +48,7 @@ pub fn run(args: Args) -> ExitCode {
     let outcome = match args.command {
         Command::Standalone(args) => block_on(standalone::run(args)),
         Command::Supervisor { run_dir } => block_on(supervise(&run_dir)),
+        Command::Relay(args) => relay::run(args),
         Command::Volume(args) => block_on(volume::run(args)),
     };
     match outcome {

@@ -32,6 +32,7 @@ pub mod metrics;
 pub mod node;
 pub mod pool;
 pub mod qsd;
+pub mod relay;
 pub mod run;
 pub mod store;
 pub mod supervisor;

@@ -9,7 +9,10 @@
 //! RUN/<key>/lock              locked by the daemon for as long as it lives         (supervisor)
 //! RUN/<key>/daemon.log        its standard error, the last of it                   (supervisor)
 //! RUN/<key>/qmp.sock dbg.sock monitors: the driver's own, and one for people           (daemon)
-//! RUN/<key>/export/           the directory that is published: vhost.sock              (daemon)
+//! RUN/<key>/back.sock         the export, for the relay                                (daemon)
+//! RUN/<key>/relay.json        what the relay serves here                                (relay)
+//! RUN/<key>/export/           the directory that is published: vhost.sock               (relay)
+//! RUN/relay/                  lock, log, and the sockets of the relay       (supervisor, relay)
 //! ```
 
 use crate::{store, volume::RunKey};
@@ -90,6 +93,11 @@ impl RunDir {
         self.0.join("supervisor.log")
     }
 
+    /// The part of the relay.
+    pub fn relay(&self) -> RelayDir {
+        RelayDir(self.0.join("relay"))
+    }
+
     /// The part of one volume.
     pub fn volume(&self, key: &RunKey) -> VolumeDir {
         VolumeDir(self.0.join(key.as_str()))
@@ -103,6 +111,42 @@ impl RunDir {
             keys.extend(name.to_str().and_then(|name| name.parse::<RunKey>().ok()));
         }
         Ok(keys)
+    }
+}
+
+/// The part of the run directory that belongs to the relay.
+#[derive(Clone, Debug)]
+pub struct RelayDir(PathBuf);
+
+impl RelayDir {
+    /// Makes the directory.
+    pub fn create(&self) -> io::Result<()> {
+        make_dir(&self.0)
+    }
+
+    /// Where it listens for the driver.
+    pub fn socket(&self) -> PathBuf {
+        self.0.join("relay.sock")
+    }
+
+    /// Where the keeper listens for the worker.
+    pub fn keeper_socket(&self) -> PathBuf {
+        self.0.join("keeper.sock")
+    }
+
+    /// The keeper's standard input, locked while it lives.
+    pub fn lock(&self) -> PathBuf {
+        self.0.join("lock")
+    }
+
+    /// What a worker locks while it lives.
+    pub fn worker_lock(&self) -> PathBuf {
+        self.0.join("worker.lock")
+    }
+
+    /// What both have to say.
+    pub fn log(&self) -> PathBuf {
+        self.0.join("relay.log")
     }
 }
 
@@ -151,7 +195,17 @@ impl VolumeDir {
         self.0.join("export")
     }
 
-    /// The socket of the vhost-user-blk export.
+    /// The socket of the daemon's vhost-user-blk export.
+    pub fn backend_socket(&self) -> PathBuf {
+        self.0.join("back.sock")
+    }
+
+    /// What the relay serves here.
+    pub fn relay(&self) -> PathBuf {
+        self.0.join("relay.json")
+    }
+
+    /// The vhost-user-blk socket for the VM.
     pub fn vhost_socket(&self) -> PathBuf {
         self.export().join("vhost.sock")
     }
@@ -166,7 +220,7 @@ impl VolumeDir {
 
     /// Removes the sockets of a daemon that is gone, so that nobody connects to nothing.
     pub fn remove_sockets(&self) -> io::Result<()> {
-        [self.monitor(), self.debug_monitor(), self.vhost_socket()].iter().try_for_each(remove)
+        [self.monitor(), self.debug_monitor(), self.backend_socket()].iter().try_for_each(remove)
     }
 
     /// Removes all of it, the record first. The published directory goes with whatever somebody
@@ -175,6 +229,8 @@ impl VolumeDir {
         remove(&self.attachment())?;
         remove(&store::draft_of(&self.attachment()))?;
         self.remove_sockets()?;
+        remove(&self.relay())?;
+        remove(&store::draft_of(&self.relay()))?;
         remove(&self.log())?;
         remove(&self.lock())?;
         fs::remove_dir_all(self.export()).or_else(gone)?;

@@ -1,0 +1,53 @@
+//! The relay: it stands between VMs and daemons on the vhost-user control channel, so that a VM's
+//! disk outlives the daemon behind it.
+//!
+//! ```text
+//!  QEMU -- vhost.sock --> relay -- back.sock --> qemu-storage-daemon
+//!    |                                                 |
+//!    +---- rings and data: shared memory, direct ------+
+//! ```
+//!
+//! It records what a front-end sets, and says it all again to the next daemon when one dies, is
+//! upgraded or replaced. An inflight buffer tells that one which requests to do again. Nothing of
+//! the data passes through it, so it costs nothing a request. Why each of its steps is as it is:
+//! facts/relay.md.
+//!
+//! ```text
+//!  keeper (process)   keeps descriptors and state; does nothing else
+//!    | kept           what the two say to each other
+//!  worker (process) --> volume (thread) --> session --> link --> backend
+//!    | keep             the worker's side      |                    |
+//!    | protocol, client what the driver says   +--> said, inflight  |
+//!                                              +--> wire, message --+
+//! ```
+
+mod backend;
+mod client;
+mod inflight;
+mod keep;
+mod keeper;
+mod kept;
+mod link;
+mod message;
+mod protocol;
+mod said;
+mod session;
+mod volume;
+mod wire;
+mod worker;
+
+pub use backend::Tracking;
+pub use client::{Client, Error};
+pub use protocol::{Attach, FrontEnd, Relayed, Status};
+
+use crate::run::RunDir;
+
+/// Runs the keeper, which runs the worker.
+pub fn keep(run: RunDir) -> anyhow::Result<()> {
+    keeper::run(run)
+}
+
+/// Runs the worker.
+pub fn work(run: RunDir) -> anyhow::Result<()> {
+    worker::run(run)
+}

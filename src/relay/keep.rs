@@ -1,0 +1,229 @@
+//! The worker's side of the keeper: everything a volume does is committed here.
+//!
+//! The worker keeps a copy of all of it, so that the keeper may die, too: until there is another
+//! one, commits are carried out by the worker itself, and the next keeper is given everything.
+
+use super::kept::{self, Commit, Kept, Reply, Thing, VERSION, Word};
+use super::wire;
+use crate::run::RunDir;
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+    net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with, sockopt},
+    process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
+};
+use std::{
+    collections::BTreeMap,
+    io,
+    os::fd::{AsFd as _, OwnedFd},
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread::sleep,
+    time::Duration,
+};
+use tracing::{info, warn};
+
+/// The keeper does nothing that takes time; one that is silent for so long is stopped or dead.
+const ANSWER: Duration = Duration::from_secs(2);
+
+/// How often a keeper that is not there is tried.
+const RETRY: Duration = Duration::from_millis(10);
+
+/// The worker's keep; clones are the same.
+#[derive(Clone, Debug)]
+pub(super) struct Keep {
+    socket: PathBuf,
+    inner: Arc<Mutex<Inner>>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    keeper: Option<Keeper>,
+    kept: Kept,
+}
+
+/// The keeper, as long as it answers.
+#[derive(Debug)]
+struct Keeper {
+    socket: OwnedFd,
+    process: OwnedFd,
+}
+
+impl Keep {
+    /// Reaches the keeper and takes over what it keeps.
+    pub(super) fn open(run: &RunDir) -> anyhow::Result<Self> {
+        let socket = run.relay().keeper_socket();
+        let (keeper, kept) = greet(reach(&socket)?)?;
+        let inner = Arc::new(Mutex::new(Inner { keeper: Some(keeper), kept }));
+        Ok(Self { socket, inner })
+    }
+
+    /// What was kept of each volume.
+    pub(super) fn volumes(&self) -> BTreeMap<String, BTreeMap<String, Thing>> {
+        self.lock().kept.0.clone()
+    }
+
+    /// Carries out a commit; an error if the front-end could not be answered.
+    pub(super) fn commit(&self, commit: &Commit) -> Result<(), wire::Error> {
+        let mut inner = self.lock();
+        let asked = inner.keeper.as_ref().map(|keeper| ask(&keeper.socket, commit));
+        let mut own = commit.clone();
+        match asked {
+            Some(Ok(outcome)) => {
+                // The keeper has done what can be done only once.
+                (own.take, own.answer) = (0, None);
+                _ = inner.kept.apply(&own);
+                outcome
+            }
+            Some(Err(error)) => {
+                warn!(%error, "the keeper is gone; going on without");
+                if let Some(keeper) = inner.keeper.take() {
+                    keeper.end();
+                }
+                if !still_there(&inner.kept, &own) {
+                    (own.take, own.answer) = (0, None); // its last deed
+                }
+                inner.kept.apply(&own)
+            }
+            None => inner.kept.apply(&own),
+        }
+    }
+
+    /// Has the keeper run another program as the worker, once this one ends.
+    pub(super) fn upgrade(&self, program: &Path) -> io::Result<()> {
+        let inner = self.lock();
+        let keeper = inner.keeper.as_ref().ok_or_else(|| io::Error::other("there is no keeper"))?;
+        let socket = keeper.socket.as_fd();
+        kept::send(socket, &Word::Upgrade { program: program.to_owned() }, &[])?;
+        match kept::receive::<Reply>(socket)? {
+            Some((Reply::Done, _)) => Ok(()),
+            other => Err(io::Error::other(format!("unexpected {other:?}"))),
+        }
+    }
+
+    /// Returns when there is no keeper.
+    pub(super) fn wait_for_end(&self) {
+        let process = self.lock().keeper.as_ref().map(|keeper| keeper.process.try_clone());
+        if let Some(Ok(process)) = process {
+            await_end(&process, None);
+            self.lock().keeper = None;
+        }
+    }
+
+    /// Looks for another keeper, and gives it everything.
+    pub(super) fn renew(&self) {
+        match self.hand_over() {
+            Ok(()) => info!("handed everything to another keeper"),
+            Err(error) => {
+                warn!(error = format!("{error:#}"), "no keeper");
+                sleep(RETRY);
+            }
+        }
+    }
+
+    /// No commit happens meanwhile.
+    fn hand_over(&self) -> anyhow::Result<()> {
+        let socket = reach(&self.socket)?;
+        let mut inner = self.lock();
+        let keeper = hello(socket, true)?;
+        for (volume, things) in &inner.kept.0 {
+            for (name, thing) in things {
+                let set = vec![(name.clone(), thing.clone())];
+                ask(&keeper.socket, &Commit { set, ..Commit::of(volume) })??;
+            }
+        }
+        inner.keeper = Some(keeper);
+        Ok(())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Keeper {
+    /// Ends a keeper that does not answer, before anybody does what it was asked to: it must not
+    /// come to it later.
+    fn end(&self) {
+        _ = pidfd_send_signal(&self.process, Signal::KILL); // it may have ended
+        await_end(&self.process, Some(ANSWER));
+    }
+}
+
+fn await_end(process: &OwnedFd, limit: Option<Duration>) {
+    let limit = limit.map(|time| Timespec::try_from(time).expect("seconds"));
+    let mut fds = [PollFd::new(process, PollFlags::IN)];
+    while poll(&mut fds, limit.as_ref()) == Err(Errno::INTR) {}
+}
+
+/// Whether the request that the commit takes is still in the front-end's socket. A request that
+/// looks the same and came right behind it gets the same answer, so it may be taken for it.
+fn still_there(kept: &Kept, commit: &Commit) -> bool {
+    let things = kept.0.get(&commit.volume);
+    let front = things.and_then(|things| things.get(kept::FRONT));
+    let Some(front) = front.and_then(|front| front.descriptors.first()) else { return false };
+    match wire::peek(front.as_fd()) {
+        Ok(Some((message, _))) => message.bytes().len() == commit.take,
+        Ok(None) | Err(_) => false,
+    }
+}
+
+fn reach(path: &Path) -> anyhow::Result<OwnedFd> {
+    let mut attempts = 0;
+    loop {
+        match connect_to(path) {
+            Ok(keeper) => return Ok(keeper),
+            Err(error) if attempts >= 500 => return Err(error.into()),
+            Err(_) => attempts += 1,
+        }
+        sleep(RETRY);
+    }
+}
+
+fn connect_to(path: &Path) -> io::Result<OwnedFd> {
+    let kind = SocketType::SEQPACKET;
+    let socket = socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
+    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(ANSWER))?;
+    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(ANSWER))?;
+    connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket)
+}
+
+fn hello(socket: OwnedFd, has_all: bool) -> anyhow::Result<Keeper> {
+    kept::send(socket.as_fd(), &Word::Hello { pid: std::process::id(), has_all }, &[])?;
+    match kept::receive::<Reply>(socket.as_fd())? {
+        Some((Reply::Hello { version: VERSION }, _)) => {
+            let credentials = sockopt::socket_peercred(&socket)?;
+            let process = pidfd_open(credentials.pid, PidfdFlags::empty())?;
+            Ok(Keeper { socket, process })
+        }
+        other => anyhow::bail!("the keeper said {other:?}"),
+    }
+}
+
+fn greet(socket: OwnedFd) -> anyhow::Result<(Keeper, Kept)> {
+    let keeper = hello(socket, false)?;
+    let mut kept = Kept::default();
+    loop {
+        match kept::receive::<Reply>(keeper.socket.as_fd())? {
+            Some((Reply::Kept { volume, name, bytes }, descriptors)) => {
+                let descriptors = descriptors.into_iter().map(Arc::new).collect();
+                kept.0.entry(volume).or_default().insert(name, Thing { bytes, descriptors });
+            }
+            Some((Reply::All, _)) => return Ok((keeper, kept)),
+            other => anyhow::bail!("the keeper said {other:?}"),
+        }
+    }
+}
+
+/// Has a commit carried out; the outer error is the keeper's end, the inner one the front-end's.
+fn ask(keeper: &OwnedFd, commit: &Commit) -> io::Result<Result<(), wire::Error>> {
+    let (parts, descriptors) = commit.parts();
+    kept::send(keeper.as_fd(), &Word::Commit(parts), &descriptors)?;
+    match kept::receive::<Reply>(keeper.as_fd())? {
+        Some((Reply::Done, _)) => Ok(Ok(())),
+        Some((Reply::Lost(why), _)) => Ok(Err(wire::Error::Io(io::Error::other(why)))),
+        None => Err(io::ErrorKind::UnexpectedEof.into()),
+        Some((other, _)) => Err(io::Error::other(format!("unexpected {other:?}"))),
+    }
+}

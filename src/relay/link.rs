@@ -1,0 +1,514 @@
+//! The side of a session that faces the daemon: connected, lost, parked, moved to another.
+//!
+//! ```text
+//!             connect, replay                 park: silent kicks, drained
+//!  Down ---------------------------> Up Flowing <-------------------> Up Parked
+//!   ^                                 |    resume: the front-end's kicks  |
+//!   +---------------------------------+----------- lost ------------------+
+//! ```
+//!
+//! A lost back-end's requests are in the inflight buffer, and the next one does them again. A
+//! back-end that closed its socket writes no more: the kernel closes it after the last I/O of a
+//! process that dies (facts/relay.md section 4).
+
+use super::{
+    backend::{Abilities, Backend, Error, Kick, NOTHING, Tracking},
+    inflight::Held,
+    kept::{Commit, Thing},
+    message::Message,
+    session::{End, Place, Session},
+    wire,
+};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde::{Deserialize, Serialize};
+use std::{
+    collections::BTreeMap,
+    os::fd::{AsFd as _, OwnedFd},
+    path::Path,
+    time::{Duration, Instant},
+};
+use tracing::{debug, info, warn};
+
+/// How long requests may take to end while their ring is parked. A throttled disk takes its time;
+/// one that takes longer has a daemon that is to be replaced.
+const DRAIN: Duration = Duration::from_secs(20);
+
+/// How soon a lost back-end is looked for, at first and in the end: a daemon is back within 20 ms.
+const FIRST_RETRY: Duration = Duration::from_millis(1);
+const LAST_RETRY: Duration = Duration::from_millis(100);
+
+/// A daemon is back within this time; nothing is said of one that is.
+const USUAL: Duration = Duration::from_millis(500);
+
+/// The connection to the daemon.
+#[derive(Debug)]
+pub(super) enum Link {
+    Down(Down),
+    Up(Up),
+}
+
+#[derive(Debug)]
+pub(super) struct Down {
+    /// Since when requests are held up, if they are.
+    since: Option<Instant>,
+    begun: Instant,
+    next: Instant,
+    pause: Duration,
+    reason: String,
+    /// The reason that was logged last.
+    told: String,
+    /// Whether rings are to stay parked when a back-end comes.
+    parked: bool,
+    /// A daemon that did not answer; whoever owns it should replace it.
+    deaf: bool,
+}
+
+#[derive(Debug)]
+pub(super) struct Up {
+    backend: Backend,
+    rings: Rings,
+    /// As the keeper has it: whether a worker that dies now leaves an exchange half done.
+    busy: Option<bool>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rings {
+    Flowing,
+    Parked,
+}
+
+/// Why a back-end is not talked to any more.
+#[derive(Debug)]
+pub(super) struct Lost {
+    why: String,
+    deaf: bool,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct LinkNote {
+    abilities: Abilities,
+    protocol: u64,
+    busy: bool,
+}
+
+impl From<Error> for Lost {
+    fn from(error: Error) -> Self {
+        let deaf = matches!(error, Error::Wire { source: wire::Error::Deadline, .. });
+        Self { why: crate::chain::Chain(&error).to_string(), deaf }
+    }
+}
+
+impl Lost {
+    pub(super) fn because(why: &str) -> Self {
+        Self { why: why.to_owned(), deaf: false }
+    }
+}
+
+impl Link {
+    /// The name of what is kept of it.
+    pub(super) const NAME: &str = "link";
+
+    /// A link that is to be made at once.
+    pub(super) fn begin() -> Self {
+        Self::down(None, String::new(), false, false)
+    }
+
+    fn down(since: Option<Instant>, reason: String, parked: bool, deaf: bool) -> Self {
+        let (begun, told) = (Instant::now(), String::new());
+        let next = begun;
+        Self::Down(Down { since, begun, next, pause: FIRST_RETRY, reason, told, parked, deaf })
+    }
+
+    /// The link of the worker before this one, unless that died over an exchange: then the daemon
+    /// is connected to anew.
+    pub(super) fn restore(things: &BTreeMap<String, Thing>) -> Self {
+        let restored = || {
+            let thing = things.get(Self::NAME)?;
+            let note: LinkNote = serde_json::from_slice(&thing.bytes).ok()?;
+            let backend = Backend {
+                socket: thing.descriptors.first()?.clone(),
+                channel: thing.descriptors.get(1).cloned(),
+                abilities: note.abilities,
+                protocol: note.protocol,
+            };
+            let up = Up { backend, rings: Rings::Flowing, busy: Some(false) };
+            (!note.busy).then_some(Self::Up(up))
+        };
+        restored().unwrap_or_else(|| {
+            if let Some(socket) = things.get(Self::NAME).and_then(|one| one.descriptors.first()) {
+                hang_up(socket);
+            }
+            Self::begin()
+        })
+    }
+
+    /// Closes the connection, whoever else holds its descriptors: a daemon serves one at a time.
+    pub(super) fn close(&self) {
+        if let Self::Up(up) = self {
+            hang_up(&up.backend.socket);
+        }
+    }
+
+    pub(super) fn is_up(&self) -> bool {
+        matches!(self, Self::Up(_))
+    }
+
+    pub(super) fn is_parked(&self) -> bool {
+        match self {
+            Self::Up(up) => up.rings == Rings::Parked,
+            Self::Down(down) => down.parked,
+        }
+    }
+
+    /// Whether a daemon did not answer, and none has since.
+    pub(super) fn is_deaf(&self) -> bool {
+        matches!(self, Self::Down(Down { deaf: true, .. }))
+    }
+
+    /// Whether the protocol features are settled.
+    pub(super) fn is_negotiated(&self) -> bool {
+        self.backend().is_some_and(|backend| backend.protocol != 0)
+    }
+
+    pub(super) fn backend(&self) -> Option<&Backend> {
+        match self {
+            Self::Up(up) => Some(&up.backend),
+            Self::Down(_) => None,
+        }
+    }
+
+    pub(super) fn backend_mut(&mut self) -> Option<&mut Backend> {
+        match self {
+            Self::Up(up) => Some(&mut up.backend),
+            Self::Down(_) => None,
+        }
+    }
+
+    /// Why there is no back-end.
+    pub(super) fn reason(&self) -> String {
+        match self {
+            Self::Up(_) => String::new(),
+            Self::Down(down) => down.reason.clone(),
+        }
+    }
+
+    /// When to look for a back-end again.
+    pub(super) fn next_attempt(&self) -> Option<Instant> {
+        match self {
+            Self::Up(_) => None,
+            Self::Down(down) => Some(down.next),
+        }
+    }
+
+    /// Has the keeper know the link as it is at the end of a step.
+    pub(super) fn settle(&mut self, step: &mut Commit) {
+        step.set.retain(|(name, _)| name != Self::NAME);
+        match self {
+            Self::Up(up) if up.rings == Rings::Flowing => {
+                if up.busy != Some(false) {
+                    up.busy = Some(false);
+                    step.set.push((Self::NAME.to_owned(), up.thing()));
+                }
+            }
+            // A worker that takes over rings that are parked, or no link, begins with a new one.
+            Self::Up(_) | Self::Down(_) => step.forget.push(Self::NAME.to_owned()),
+        }
+    }
+}
+
+impl Up {
+    fn thing(&self) -> Thing {
+        let note = LinkNote {
+            abilities: self.backend.abilities,
+            protocol: self.backend.protocol,
+            busy: self.busy.unwrap_or_default(),
+        };
+        let bytes = serde_json::to_vec(&note).expect("a note is plain data");
+        let descriptors = [Some(self.backend.socket.clone()), self.backend.channel.clone()];
+        Thing { bytes, descriptors: descriptors.into_iter().flatten().collect() }
+    }
+}
+
+impl Session {
+    /// Notes that an exchange begins: a worker that dies before the step is committed leaves a
+    /// connection on which an answer may be due, and the next one makes a new one.
+    pub(super) fn begin_exchange(&mut self, place: &Place) {
+        let Link::Up(up) = &mut self.link else { return };
+        if up.busy == Some(false) {
+            up.busy = Some(true);
+            let set = vec![(Link::NAME.to_owned(), up.thing())];
+            let commit = Commit { set, ..Commit::of(&place.name) };
+            if let Err(error) = place.keep.commit(&commit) {
+                warn!(volume = place.name, %error, "noting an exchange");
+            }
+        }
+    }
+
+    /// Looks for a back-end if it is time to, and brings it to where the last one was.
+    pub(super) fn try_connect(&mut self, place: &mut Place) {
+        let Link::Down(down) = &self.link else { return };
+        if Instant::now() < down.next {
+            return;
+        }
+        let (since, parked) = (down.since, down.parked);
+        let connected = self.connect(place, &place.backend.clone()).and_then(|backend| {
+            if !parked {
+                backend.start_rings(&self.said, self.inflight.as_ref())?;
+            }
+            Ok(backend)
+        });
+        match connected {
+            Ok(backend) => {
+                if let Some(since) = since {
+                    place.counters.note_stall(since.elapsed());
+                    place.counters.losses += 1;
+                    let stall = since.elapsed();
+                    info!(volume = place.name, ?stall, "another back-end took over");
+                }
+                self.take_up(place, backend, if parked { Rings::Parked } else { Rings::Flowing });
+            }
+            Err(error) => self.note_failure(place, &error),
+        }
+    }
+
+    fn note_failure(&mut self, place: &Place, error: &Error) {
+        let Link::Down(down) = &mut self.link else { return };
+        down.reason = crate::chain::Chain(error).to_string();
+        if down.begun.elapsed() > USUAL && down.told != down.reason {
+            warn!(volume = place.name, reason = down.reason, "no back-end");
+            down.told.clone_from(&down.reason);
+        }
+        down.deaf |= matches!(error, Error::Wire { source: wire::Error::Deadline, .. });
+        down.next = Instant::now() + down.pause;
+        down.pause = (down.pause * 5 / 4 + Duration::from_micros(250)).min(LAST_RETRY);
+    }
+
+    /// Connects, and tells everything but the rings.
+    fn connect(&self, place: &Place, path: &Path) -> Result<Backend, Error> {
+        let mut backend = Backend::connect(path)?;
+        let front = self.front.note.protocol;
+        backend.check(&self.said, front, place.tracking)?;
+        if front.is_some() || self.said.features().is_some() {
+            backend.negotiate(front, place.tracking)?;
+        }
+        backend.replay_device(&self.said)?;
+        Ok(backend)
+    }
+
+    fn take_up(&mut self, place: &mut Place, backend: Backend, rings: Rings) {
+        place.abilities = Some(backend.abilities);
+        self.link = Link::Up(Up { backend, rings, busy: None });
+        self.compare_config(place);
+    }
+
+    /// Tells the front-end if the configuration space is not what it was: a volume may have grown
+    /// while there was no back-end.
+    pub(super) fn compare_config(&mut self, place: &Place) {
+        let Some(known) = self.config.clone() else { return };
+        let mut differs = false;
+        let question = Message { request: known.request, flags: known.flags, body: known.body };
+        self.pass_on(place, |backend| {
+            differs = backend.ask(&question)?.0.body != question.body;
+            Ok(())
+        });
+        if differs {
+            self.tell_config_change(place);
+        }
+    }
+
+    /// Passes on that the configuration space has changed, if the back-end said so.
+    pub(super) fn hear(&mut self, place: &Place) {
+        let heard = self.link.backend().map(Backend::heard);
+        match heard {
+            Some(Ok(true)) => self.tell_config_change(place),
+            Some(Ok(false)) | None => {}
+            Some(Err(error)) => {
+                debug!(volume = place.name, error = %crate::chain::Chain(&error), "channel");
+                if let Some(backend) = self.link.backend_mut() {
+                    backend.channel = None;
+                }
+            }
+        }
+    }
+
+    fn tell_config_change(&self, place: &Place) {
+        let Some(channel) = &self.front.channel else { return };
+        let message = Message::config_change().bytes();
+        match wire::send_now(channel.as_fd(), &message, NOTHING) {
+            Ok(()) => info!(volume = place.name, "told the VM of a changed configuration"),
+            Err(error) => warn!(volume = place.name, %error, "telling of a changed configuration"),
+        }
+    }
+
+    /// The back-end is gone, or given up.
+    pub(super) fn lose(&mut self, place: &Place, lost: Lost) {
+        let Lost { why, deaf } = lost;
+        if !self.link.is_up() {
+            return;
+        }
+        warn!(volume = place.name, why, deaf, "back-end lost");
+        let parked = self.link.is_parked();
+        self.link.close();
+        self.link = Link::down(Some(Instant::now()), why, parked, deaf);
+    }
+
+    /// The requests that the back-end holds.
+    pub(super) fn held(&self) -> Vec<Held> {
+        let rings = self.said.started_sizes();
+        self.inflight.as_ref().map_or_else(Vec::new, |inflight| inflight.held(&rings))
+    }
+
+    /// Parks one ring, if it runs, and waits until nothing is in flight on it.
+    pub(super) fn drain_ring(&mut self, place: &mut Place, ring: u32) -> Result<(), Lost> {
+        let rings = self.said.started_sizes();
+        let rings: Vec<_> = rings.into_iter().filter(|(one, _)| *one == ring).collect();
+        if self.link.is_parked() {
+            return Ok(());
+        }
+        self.drain(place, &rings)
+    }
+
+    /// Parks rings and waits until nothing is in flight on them.
+    fn drain(&mut self, place: &mut Place, rings: &[(u32, u32)]) -> Result<(), Lost> {
+        self.begin_exchange(place);
+        let (Some(inflight), Link::Up(up)) = (&self.inflight, &self.link) else { return Ok(()) };
+        for (ring, _) in rings {
+            up.backend.swap_kick(&self.said, *ring, inflight, Kick::Silent)?;
+        }
+        let begin = Instant::now();
+        while !inflight.held(rings).is_empty() {
+            if has_ended(&up.backend.socket) {
+                return Err(Lost::because("it ended while requests were in flight"));
+            }
+            if begin.elapsed() > DRAIN {
+                let why = "requests in flight do not end".to_owned();
+                return Err(Lost { why, deaf: true });
+            }
+            let pause = if begin.elapsed() < Duration::from_millis(20) { 50 } else { 1000 };
+            if place.pass_time(Duration::from_micros(pause)).is_err() {
+                return Err(Lost::because("the volume is detached"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Keeps the back-end from fetching requests, and waits until it holds none: a fence. The guest
+    /// notices nothing but the time it takes.
+    pub(super) fn pause(&mut self, place: &mut Place) -> Result<(), String> {
+        if place.tracking == Tracking::Unavailable {
+            return Err("this qemu-storage-daemon does not note requests in flight".to_owned());
+        }
+        if self.link.is_parked() {
+            return Ok(());
+        }
+        if let Link::Down(down) = &mut self.link {
+            down.parked = true; // nothing works: parked as it is
+            return Ok(());
+        }
+        let rings = self.said.started_sizes();
+        if let Err(lost) = self.drain(place, &rings) {
+            let why = lost.why.clone();
+            self.lose(place, lost); // the next one starts with the front-end's kicks
+            return Err(why);
+        }
+        if let Link::Up(up) = &mut self.link {
+            up.rings = Rings::Parked;
+        }
+        Ok(())
+    }
+
+    /// Lets requests flow again; whether they were held until now.
+    pub(super) fn resume(&mut self, place: &mut Place) -> bool {
+        if !self.link.is_parked() {
+            return false;
+        }
+        match &mut self.link {
+            Link::Down(down) => down.parked = false,
+            Link::Up(up) => up.rings = Rings::Flowing,
+        }
+        self.begin_exchange(place);
+        let (Some(inflight), Link::Up(up)) = (&self.inflight, &mut self.link) else { return true };
+        up.busy = None;
+        let mut started = self.said.started().into_iter();
+        let resumed = started
+            .try_for_each(|ring| up.backend.swap_kick(&self.said, ring, inflight, Kick::FrontEnd));
+        if let Err(error) = resumed {
+            self.lose(place, Lost::from(error));
+        }
+        true
+    }
+
+    /// Moves to another back-end: it is told everything first; then the rings stand still for as
+    /// long as it takes to drain the old one and to start them on the new one. A new one that does
+    /// not suit leaves the old one in place.
+    ///
+    /// `note` has everybody know where the volume is from now on. It is called while nothing is in
+    /// flight anywhere, so whichever daemon a crash just before or after it leads to is right.
+    pub(super) fn switch(
+        &mut self,
+        place: &mut Place,
+        path: &Path,
+        note: impl FnOnce() -> Result<(), String>,
+    ) -> Result<Duration, String> {
+        let text = |error: Error| crate::chain::Chain(&error).to_string();
+        if place.tracking == Tracking::Unavailable || !self.link.is_up() {
+            return Err("it can only move from a daemon that serves and notes requests".to_owned());
+        }
+        let next = self.connect(place, path).map_err(text)?;
+        let begin = Instant::now();
+        let was_parked = self.link.is_parked();
+        self.pause(place)?;
+        if let Err(error) = note() {
+            if !was_parked {
+                self.resume(place);
+            }
+            return Err(error);
+        }
+        path.clone_into(&mut place.backend);
+        self.link.close();
+        self.link = Link::Up(Up { backend: next, rings: Rings::Flowing, busy: Some(false) });
+        self.begin_exchange(place);
+        if was_parked && let Link::Up(up) = &mut self.link {
+            up.rings = Rings::Parked;
+        }
+        if !was_parked
+            && let Link::Up(up) = &self.link
+            && let Err(error) = up.backend.start_rings(&self.said, self.inflight.as_ref())
+        {
+            let why = crate::chain::Chain(&error).to_string();
+            self.lose(place, Lost::from(error)); // and looked for again, as any that is lost
+            return Err(why);
+        }
+        let stopped = begin.elapsed();
+        self.compare_config(place);
+        place.counters.handovers += 1;
+        place.counters.note_stall(stopped);
+        Ok(stopped)
+    }
+}
+
+/// Ends a connection for both sides and all who share it.
+pub(super) fn hang_up(socket: &OwnedFd) {
+    _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Both); // else it has ended already
+}
+
+impl super::session::Counters {
+    fn note_stall(&mut self, stall: Duration) {
+        self.last_stall = u64::try_from(stall.as_micros()).unwrap_or(u64::MAX);
+        self.longest_stall = self.longest_stall.max(self.last_stall);
+    }
+}
+
+/// Whether the other side has closed the connection.
+pub(super) fn has_ended(socket: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(socket, PollFlags::RDHUP)];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let ended = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+    poll(&mut fds, Some(&now)).is_ok() && fds[0].revents().intersects(ended)
+}
+
+impl From<End> for Lost {
+    fn from(end: End) -> Self {
+        Self::because(&end.to_string())
+    }
+}
