@@ -19,7 +19,8 @@
 //! `lost` blocks hold at the end what they must not; `errors` are those and all else that went
 //! wrong, each an ERROR line. The times are those of requests (writes, reads, fsyncs); a stall is
 //! a time in which none completed. A request that takes longer than the patience is an error too,
-//! and ends it all: threads that wait for a disk cannot be ended, but what is known is told.
+//! and ends it all, with no block read once more: threads that wait for a disk cannot be ended, but
+//! what is known is told.
 //!
 //! `verify` checks a disk against the table that `write` left. `flush` writes one after another
 //! and flushes after every so many, for those who count what arrives.
@@ -261,7 +262,9 @@ impl Load {
         while !threads.iter().all(JoinHandle::is_finished) {
             let hung = self.report.older_than(self.plan.patience);
             if hung > 0 {
-                self.report.error(&format!("the disk hangs: {hung} requests are never answered"));
+                // Told in any case, however many errors came before.
+                self.report.errors.fetch_add(1, SeqCst);
+                println!("ERROR the disk hangs: {hung} requests are not answered");
                 return false;
             }
             if self.is_time() {
