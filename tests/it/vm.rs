@@ -4,10 +4,13 @@
 //! `scripts/guest/init`. The disk under test is `/dev/vda`.
 
 use crate::harness::{LIMIT, part, until};
+use qsd_csi::qsd::{Command as Qmp, Monitor};
+use serde_json::{Value, json};
 use std::{
     fs,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
+    time::Duration,
 };
 use tokio::{
     io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader},
@@ -15,51 +18,204 @@ use tokio::{
     time::timeout,
 };
 
-pub(crate) struct Vm {
-    qemu: Child,
-    agent: BufReader<UnixStream>,
-    console: PathBuf,
-    _scratch: tempfile::TempDir,
+/// How often QEMU looks whether its disk is back, unless a test says otherwise.
+const RECONNECT: Duration = Duration::from_millis(50);
+
+/// A VM that is not there yet. Both ends of a migration must be alike.
+pub(crate) struct Machine {
+    socket: PathBuf,
+    reconnect: Option<Duration>,
+    cpus: u32,
+    queues: Option<u32>,
 }
 
-impl Vm {
-    /// Boots a VM whose disk is the vhost-user-blk socket.
-    pub(crate) async fn boot(socket: &Path) -> Self {
+impl Machine {
+    /// How often it looks whether its disk is back.
+    pub(crate) fn reconnect(self, every: Duration) -> Self {
+        Self { reconnect: Some(every), ..self }
+    }
+
+    /// It never looks: when the disk goes, it is gone.
+    pub(crate) fn without_reconnect(self) -> Self {
+        Self { reconnect: None, ..self }
+    }
+
+    pub(crate) fn cpus(self, cpus: u32) -> Self {
+        Self { cpus, ..self }
+    }
+
+    /// The queues of its disk; otherwise one a CPU.
+    pub(crate) fn queues(self, queues: u32) -> Self {
+        Self { queues: Some(queues), ..self }
+    }
+
+    /// Boots it.
+    pub(crate) async fn boot(self) -> Vm {
+        let mut vm = self.start(None).await;
+        vm.read_to("AGENT READY").await;
+        vm
+    }
+
+    /// Leaves it waiting for another that migrates to it through the socket `path`.
+    pub(crate) async fn incoming(self, path: &Path) -> Vm {
+        let vm = self.start(Some(path.to_owned())).await;
+        // Its monitor answers only when it listens.
+        assert_eq!(vm.qmp("query-status", json!({})).await["status"], "inmigrate");
+        vm
+    }
+
+    async fn start(self, incoming: Option<PathBuf>) -> Vm {
         let scratch = tempfile::Builder::new().prefix("vm-").tempdir().unwrap();
-        let (console, agent) = (scratch.path().join("console"), scratch.path().join("agent"));
+        let [console, agent, qmp, log] =
+            ["console", "agent", "qmp", "qemu.log"].map(|name| scratch.path().join(name));
+        let mut command = self.command(&console, &agent, &qmp);
+        if let Some(path) = &incoming {
+            command.arg("-incoming").arg(format!("unix:{}", path.display()));
+        }
+        let mut qemu = command.stderr(fs::File::create(&log).unwrap()).spawn().unwrap();
+        let (mut stream, mut monitor) = (None, None);
+        until("the VM starts", async || {
+            let ended = qemu.try_wait().unwrap();
+            assert!(ended.is_none(), "QEMU ended: {}", fs::read_to_string(&log).unwrap());
+            if stream.is_none() {
+                stream = UnixStream::connect(&agent).await.ok();
+            }
+            if monitor.is_none() {
+                monitor = Monitor::connect(&qmp).await.ok();
+            }
+            stream.is_some() && monitor.is_some()
+        })
+        .await;
+        let (agent, monitor) = (BufReader::new(stream.unwrap()), monitor.unwrap());
+        Vm { qemu, agent, monitor, console, incoming, jobs: 0, _scratch: scratch }
+    }
+
+    fn command(&self, console: &Path, agent: &Path, qmp: &Path) -> Command {
         let cmdline = fs::read_to_string(part("guest/cmdline")).unwrap();
-        let mut qemu = Command::new(part("bin/qemu-system-x86_64"))
+        let reconnect = self.reconnect.map(|every| format!(",reconnect-ms={}", every.as_millis()));
+        let queues = self.queues.map(|queues| format!(",num-queues={queues}"));
+        let mut command = Command::new(part("bin/qemu-system-x86_64"));
+        command
             .args(["-nodefaults", "-display", "none", "-no-reboot", "-cpu", "max"])
             .args(["-machine", "q35,accel=tcg,memory-backend=mem", "-m", "256M"])
             .args(["-object", "memory-backend-memfd,id=mem,size=256M,share=on"])
+            .args(["-smp", &self.cpus.to_string()])
             .arg("-chardev")
-            .arg(format!("socket,id=disk,path={},reconnect-ms=50", socket.display()))
-            .args(["-device", "vhost-user-blk-pci,chardev=disk"])
+            .arg(format!(
+                "socket,id=disk,path={}{}",
+                self.socket.display(),
+                reconnect.unwrap_or_default()
+            ))
+            .arg("-device")
+            .arg(format!("vhost-user-blk-pci,chardev=disk{}", queues.unwrap_or_default()))
             .arg("-serial")
             .arg(format!("file:{}", console.display()))
             .arg("-chardev")
             .arg(format!("socket,id=agent,path={},server=on,wait=off", agent.display()))
             .args(["-serial", "chardev:agent"])
+            .arg("-qmp")
+            .arg(format!("unix:{},server=on,wait=off", qmp.display()))
             .arg("-kernel")
             .arg(part("guest/vmlinuz"))
             .arg("-initrd")
             .arg(part("guest/initrd"))
             .args(["-append", cmdline.trim()])
-            .stdin(Stdio::null())
-            .stderr(fs::File::create(scratch.path().join("qemu.log")).unwrap())
-            .spawn()
-            .unwrap();
-        until("the VM starts", async || {
-            let ended = qemu.try_wait().unwrap();
-            let log = || fs::read_to_string(scratch.path().join("qemu.log")).unwrap();
-            assert!(ended.is_none(), "QEMU ended: {}", log());
-            agent.exists()
+            .stdin(Stdio::null());
+        command
+    }
+}
+
+pub(crate) struct Vm {
+    qemu: Child,
+    agent: BufReader<UnixStream>,
+    monitor: Monitor,
+    console: PathBuf,
+    /// Where it waits for the VM that it is to become.
+    incoming: Option<PathBuf>,
+    jobs: u32,
+    _scratch: tempfile::TempDir,
+}
+
+/// Something that runs in a guest beside what the agent is told; moves with the guest.
+pub(crate) struct Job {
+    output: String,
+}
+
+impl Vm {
+    /// A VM whose disk is the vhost-user-blk socket.
+    pub(crate) fn on(socket: &Path) -> Machine {
+        Machine { socket: socket.to_owned(), reconnect: Some(RECONNECT), cpus: 1, queues: None }
+    }
+
+    /// Boots a VM whose disk is the vhost-user-blk socket.
+    pub(crate) async fn boot(socket: &Path) -> Self {
+        Self::on(socket).boot().await
+    }
+
+    /// Tells QEMU to do something: its answer.
+    pub(crate) async fn qmp(&self, command: &'static str, arguments: Value) -> Value {
+        self.monitor.execute(Qmp::new(command, arguments)).await.unwrap()
+    }
+
+    /// Stops the guest, and the queues of its disk.
+    pub(crate) async fn stop(&self) {
+        self.qmp("stop", json!({})).await;
+    }
+
+    /// Lets the guest go on.
+    pub(crate) async fn cont(&self) {
+        self.qmp("cont", json!({})).await;
+    }
+
+    /// Moves the guest to a VM that waits for it, and ends this one.
+    pub(crate) async fn migrate_to(self, other: &mut Self) {
+        let path = other.incoming.take().expect("the other one waits");
+        self.qmp("migrate", json!({ "uri": format!("unix:{}", path.display()) })).await;
+        until("the guest has moved", async || {
+            let migration = self.qmp("query-migrate", json!({})).await;
+            assert_ne!(migration["status"], "failed", "{migration}");
+            migration["status"] == "completed"
         })
         .await;
-        let agent = BufReader::new(UnixStream::connect(&agent).await.unwrap());
-        let mut vm = Self { qemu, agent, console, _scratch: scratch };
-        vm.read_to("AGENT READY").await;
-        vm
+        until("the guest runs again", async || {
+            other.qmp("query-status", json!({})).await["status"] == "running"
+        })
+        .await;
+    }
+
+    /// Starts one line of shell in the guest and leaves it running.
+    pub(crate) async fn start(&mut self, line: &str) -> Job {
+        self.jobs += 1;
+        let output = format!("/tmp/job-{}", self.jobs);
+        self.run(&format!("({line}; echo \"EXIT $?\") > {output} 2>&1 &")).await;
+        Job { output }
+    }
+
+    /// Waits for a job to say a line that begins with `mark`: all that it said.
+    pub(crate) async fn wait_for(&mut self, job: &Job, mark: &str) -> String {
+        let Job { output } = job;
+        let wait = format!("until grep -qE '^({mark}|EXIT )' {output}; do sleep 0.05; done");
+        // Indented, so that the end of the job is not taken for the end of this.
+        let said = self.run(&format!("{wait}; sed 's/^/ /' {output}")).await;
+        let lines = said.lines().filter_map(|line| line.strip_prefix(' '));
+        let said: String = lines.flat_map(|line| [line, "\n"]).collect();
+        assert!(said.lines().any(|line| line.starts_with(mark)), "no {mark}: {said}");
+        said
+    }
+
+    /// Waits for a job to end: its status and all that it said.
+    pub(crate) async fn collect(&mut self, job: Job) -> (i32, String) {
+        let mut said = self.wait_for(&job, "EXIT ").await;
+        let end = said.rfind("EXIT ").unwrap();
+        let status = said.split_off(end);
+        (status.trim_start_matches("EXIT ").trim().parse().unwrap(), said)
+    }
+
+    /// The reads and writes that the guest's disk has not answered.
+    pub(crate) async fn in_flight(&mut self) -> (u64, u64) {
+        let line = self.run("cat /sys/block/vda/inflight").await;
+        let mut numbers = line.split_whitespace().map(|number| number.parse().unwrap());
+        (numbers.next().unwrap(), numbers.next().unwrap())
     }
 
     /// Runs one line of shell in the guest: its status and output.
@@ -89,7 +245,8 @@ impl Vm {
 
     /// Asserts that the kernel of the guest saw no error of the disk.
     pub(crate) async fn assert_no_errors(&mut self) {
-        let errors = "dmesg | grep -E 'I/O error|EXT4-fs (error|warning)|blocked for' || true";
+        let errors =
+            "dmesg | grep -E 'I/O error|EXT4-fs (error|warning)|blocked for|not a head' || true";
         assert_eq!(self.run(errors).await, "", "errors in the guest");
     }
 
