@@ -1,5 +1,6 @@
 //! The command line: the processes of the driver, and commands for people.
 
+mod daemon;
 mod output;
 mod relay;
 mod standalone;
@@ -37,6 +38,8 @@ enum Command {
     },
     /// Stand between VMs and daemons, so that disks outlive daemons; started by the supervisor
     Relay(relay::Args),
+    /// Look after the storage daemons of volumes
+    Daemon(daemon::Args),
     /// Create, look at, attach and delete volumes by hand
     Volume(volume::Args),
 }
@@ -49,6 +52,7 @@ pub fn run(args: Args) -> ExitCode {
         Command::Standalone(args) => block_on(standalone::run(args)),
         Command::Supervisor { run_dir } => block_on(supervise(&run_dir)),
         Command::Relay(args) => relay::run(args),
+        Command::Daemon(args) => block_on(daemon::run(args)),
         Command::Volume(args) => block_on(volume::run(args)),
     };
     match outcome {

@@ -6,18 +6,25 @@ mod layer;
 
 pub use layer::Timed;
 
-use crate::node::Node;
+use crate::node::{Node, Relayed};
 use axum::{Router, extract::State, http::StatusCode, response::IntoResponse, routing::get};
 use prometheus_client::{
     encoding::{EncodeLabelSet, text::encode},
     metrics::{
+        counter::Counter,
         family::Family,
         gauge::Gauge,
         histogram::{Histogram, exponential_buckets},
     },
     registry::{Registry, Unit},
 };
-use std::sync::Arc;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
@@ -35,6 +42,23 @@ struct InPool {
     pool: String,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OfVolume {
+    volume: String,
+}
+
+/// What the relay tells of each volume.
+#[derive(Clone, Debug)]
+struct RelayMetrics {
+    connected: Family<OfVolume, Gauge>,
+    in_flight: Family<OfVolume, Gauge>,
+    oldest: Family<OfVolume, Gauge<f64, AtomicU64>>,
+    losses: Family<OfVolume, Counter>,
+    handovers: Family<OfVolume, Counter>,
+    refused: Family<OfVolume, Counter>,
+    longest_stall: Family<OfVolume, Gauge<f64, AtomicU64>>,
+}
+
 type Seconds = Family<Call, Histogram, fn() -> Histogram>;
 
 /// All metrics of a driver. Clones are the same.
@@ -50,6 +74,78 @@ pub struct Metrics {
     pool_free: Family<InPool, Gauge>,
     pool_promised: Family<InPool, Gauge>,
     pool_allocated: Family<InPool, Gauge>,
+    relay: RelayMetrics,
+}
+
+impl RelayMetrics {
+    fn register(registry: &mut Registry) -> Self {
+        let all = Self {
+            connected: Family::default(),
+            in_flight: Family::default(),
+            oldest: Family::default(),
+            losses: Family::default(),
+            handovers: Family::default(),
+            refused: Family::default(),
+            longest_stall: Family::default(),
+        };
+        let connected = "Since when a VM is connected, in seconds since 1970; 0 if none is";
+        registry.register("relay_connected_since", connected, all.connected.clone());
+        let in_flight = "Requests of a VM that the daemon holds";
+        registry.register("relay_requests_in_flight", in_flight, all.in_flight.clone());
+        let oldest = "How long the oldest of them has been in flight at least";
+        registry.register_with_unit(
+            "relay_oldest_request",
+            oldest,
+            Unit::Seconds,
+            all.oldest.clone(),
+        );
+        let losses = "Daemons that were lost and replaced under a VM";
+        registry.register("relay_daemons_lost", losses, all.losses.clone());
+        let handovers = "Moves to another daemon under a VM";
+        registry.register("relay_handovers", handovers, all.handovers.clone());
+        let refused = "Connections refused because there was one";
+        registry.register("relay_refused", refused, all.refused.clone());
+        let stall = "The longest time requests were held up by a loss or a move";
+        registry.register_with_unit(
+            "relay_longest_stall",
+            stall,
+            Unit::Seconds,
+            all.longest_stall.clone(),
+        );
+        all
+    }
+
+    /// Takes the values of now; volumes that are not relayed any more have none.
+    fn read(&self, node: &Node, relayed: &Relayed) {
+        self.connected.clear();
+        self.in_flight.clear();
+        self.oldest.clear();
+        self.losses.clear();
+        self.handovers.clear();
+        self.refused.clear();
+        self.longest_stall.clear();
+        for (id, _) in node.volumes().list(None, usize::MAX) {
+            let Some(one) = relayed.get(&id.run_key()) else { continue };
+            let of = OfVolume { volume: id.to_string() };
+            let front = one.front_end.as_ref();
+            let whole = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
+            let since = front.map_or(0, |front| front.since);
+            let in_flight = front.map_or(0, |front| front.in_flight);
+            let oldest = Duration::from_millis(front.map_or(0, |front| front.oldest_ms));
+            let stall = Duration::from_micros(one.longest_stall_us);
+            self.connected.get_or_create(&of).set(whole(since));
+            self.in_flight.get_or_create(&of).set(whole(in_flight));
+            self.oldest.get_or_create(&of).set(oldest.as_secs_f64());
+            self.longest_stall.get_or_create(&of).set(stall.as_secs_f64());
+            for (family, count) in [
+                (&self.losses, one.losses),
+                (&self.handovers, one.handovers),
+                (&self.refused, one.refused),
+            ] {
+                family.get_or_create(&of).inner().store(count, Ordering::Relaxed);
+            }
+        }
+    }
 }
 
 /// From half a millisecond, a call that finds all done, to half a minute.
@@ -81,6 +177,7 @@ impl Default for Metrics {
         let pool_free = bytes("pool_free", "Free bytes of the file system of the pool");
         let pool_promised = bytes("pool_promised", "Sum of the sizes of the volumes of the pool");
         let pool_allocated = bytes("pool_allocated", "What the pool spends on its volumes");
+        let relay = RelayMetrics::register(&mut registry);
         Self {
             registry: Arc::new(registry),
             seconds,
@@ -92,14 +189,16 @@ impl Default for Metrics {
             pool_free,
             pool_promised,
             pool_allocated,
+            relay,
         }
     }
 }
 
 impl Metrics {
     /// The text of all metrics, with the gauges as they are now.
-    fn render(&self, node: &Node) -> anyhow::Result<String> {
+    fn render(&self, node: &Node, relayed: &Relayed) -> anyhow::Result<String> {
         self.read(node)?;
+        self.relay.read(node, relayed);
         let mut text = String::new();
         encode(&mut text, &self.registry)?;
         Ok(text)
@@ -153,7 +252,8 @@ impl Metrics {
 }
 
 async fn metrics(State((metrics, node)): State<(Metrics, Node)>) -> impl IntoResponse {
-    let text = tokio::task::spawn_blocking(move || metrics.render(&node)).await;
+    let relayed = node.relayed().await;
+    let text = tokio::task::spawn_blocking(move || metrics.render(&node, &relayed)).await;
     match text {
         Ok(Ok(text)) => (StatusCode::OK, text),
         Ok(Err(error)) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error:#}\n")),

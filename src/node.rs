@@ -16,26 +16,36 @@ mod attachment;
 mod host;
 mod publish;
 mod recover;
+mod relayed;
 mod stage;
+mod upgrade;
 
 pub use host::{Error as HostError, HostPath};
 pub use publish::Publish;
+pub use relayed::Relayed;
 pub use stage::Stage;
+pub use upgrade::{Upgrade, When};
 
 use crate::{
     chain::Chain,
-    qsd::{self, Daemon, Launch},
-    run::{RunDir, VolumeDir},
+    qsd::{self, Daemon, Durability, Launch, Programs},
+    relay,
+    run::{DaemonKey, RunDir, Slot, VolumeDir},
     store, supervisor,
-    volume::{self, AccessMode, InFlight, NodeName, Outcome, RunKey, Volume, VolumeId, Volumes},
+    volume::{
+        self, AccessMode, Cache, Format, InFlight, NodeName, Outcome, RunKey, Volume, VolumeId,
+        Volumes,
+    },
 };
 use attachment::Attachment;
+use relayed::Tracked;
 use std::{
     collections::HashMap,
     io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
+use tokio::sync::OnceCell;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 /// Why the node said no.
@@ -158,6 +168,17 @@ pub enum Error {
     /// No supervisor can be had.
     #[error(transparent)]
     Supervisor(#[from] supervisor::Error),
+    /// The relay does not serve the volume.
+    #[error("relay of volume {volume}")]
+    Relay {
+        /// The volume.
+        volume: VolumeId,
+        /// Why not.
+        source: relay::Error,
+    },
+    /// The volume has no daemon that could be replaced.
+    #[error("volume {0} is not served by a daemon; stage it first")]
+    NotServed(VolumeId),
 }
 
 /// Where a node keeps its things and what it runs.
@@ -167,8 +188,8 @@ pub struct Config {
     pub name: NodeName,
     /// The run directory.
     pub run: RunDir,
-    /// The qemu-storage-daemon to run.
-    pub qsd: PathBuf,
+    /// The qemu-storage-daemons that may be run; the newest is.
+    pub qsd: Programs,
     /// This program, to be started as supervisor.
     pub program: PathBuf,
 }
@@ -179,6 +200,8 @@ pub struct Node {
     config: Arc<Config>,
     volumes: Arc<Volumes>,
     supervisor: supervisor::Client,
+    relay: relay::Client,
+    tracking: Arc<OnceCell<Tracked>>,
     claims: InFlight,
     attached: Arc<Mutex<HashMap<VolumeId, Attached>>>,
     tasks: TaskTracker,
@@ -215,6 +238,8 @@ pub struct Attachments {
     pub monitor: PathBuf,
     /// How often its daemon was started again since the driver started.
     pub restarts: u64,
+    /// What is not as it should be though it is served; empty if nothing.
+    pub warning: String,
     /// The daemon, or why there is none.
     pub daemon: Result<Daemon, String>,
 }
@@ -250,8 +275,9 @@ impl Node {
             staging_path: attached.attachment.staging_path,
             targets: attached.attachment.targets,
             socket: dir.vhost_socket(),
-            monitor: dir.debug_monitor(),
+            monitor: dir.daemon(self.slot(volume)).debug_monitor(),
             restarts: attached.restarts,
+            warning: self.warning(),
             daemon: match attached.service {
                 Service::Up(daemon) => Ok(daemon),
                 Service::Down { reason } => Err(reason),
@@ -295,12 +321,33 @@ impl Node {
         self.config.run.volume(&volume.run_key())
     }
 
-    fn launch(&self, volume: &VolumeId) -> Result<Launch, Error> {
+    /// The place of the daemon that serves the volume: where the relay leads to. It alone knows,
+    /// whatever a move from one to the other broke off at.
+    fn slot(&self, volume: &VolumeId) -> Slot {
+        let dir = self.dir(volume);
+        let noted = store::load::<relay::Attach>(&dir.relay()).ok().flatten();
+        noted.and_then(|noted| dir.slot_of(&noted.backend)).unwrap_or_default()
+    }
+
+    fn serving(&self, volume: &VolumeId) -> DaemonKey {
+        DaemonKey { volume: volume.run_key(), slot: self.slot(volume) }
+    }
+
+    fn launch(&self, id: &VolumeId, slot: Slot) -> Result<Launch, Error> {
+        let volume = self.volumes.find(id)?;
+        let layers = volume.layers();
+        let durability = match (volume.parameters().cache(), layers.first().map(|one| one.format)) {
+            // Nothing of a raw layer is in the memory of the daemon (facts/qsd.md, D2).
+            (Cache::Auto, Some(Format::Raw)) | (Cache::Writeback, _) => Durability::OnFlush,
+            (Cache::Auto, None) | (Cache::Writethrough, _) => Durability::EachWrite,
+        };
         Ok(Launch {
-            key: volume.run_key(),
-            program: self.config.qsd.clone(),
-            dir: self.dir(volume),
-            layers: self.volumes.find(volume)?.layers(),
+            key: DaemonKey { volume: id.run_key(), slot },
+            program: self.config.qsd.newest(),
+            dir: self.dir(id).daemon(slot),
+            layers,
+            durability,
+            beside: None,
         })
     }
 

@@ -6,7 +6,9 @@
 mod daemon;
 mod graph;
 mod monitor;
+mod program;
 
 pub use daemon::{Daemon, Error, Launch};
-pub use graph::QUEUES;
+pub use graph::{Durability, QUEUES};
 pub use monitor::{Command, Error as MonitorError, Monitor};
+pub use program::{Programs, identity};

@@ -6,20 +6,23 @@
 //! RUN/boot                    the boot it belongs to; after a reboot all else is stale   (node)
 //! RUN/supervisor.sock .lock .log                                                   (supervisor)
 //! RUN/<key>/attachment.json   what is staged and published where                         (node)
-//! RUN/<key>/lock              locked by the daemon for as long as it lives         (supervisor)
-//! RUN/<key>/daemon.log        its standard error, the last of it                   (supervisor)
-//! RUN/<key>/qmp.sock dbg.sock monitors: the driver's own, and one for people           (daemon)
-//! RUN/<key>/back.sock         the export, for the relay                                (daemon)
-//! RUN/<key>/relay.json        what the relay serves here                                (relay)
+//! RUN/<key>/a/ b/             places of daemons: a volume moves from one to the other
+//!   lock                      locked by the daemon for as long as it lives         (supervisor)
+//!   daemon.log                its standard error, the last of it                   (supervisor)
+//!   qmp.sock dbg.sock         monitors: the driver's own, and one for people           (daemon)
+//!   back.sock                 the export, for the relay                                (daemon)
+//! RUN/<key>/relay.json        which of them the relay leads to                          (relay)
 //! RUN/<key>/export/           the directory that is published: vhost.sock               (relay)
 //! RUN/relay/                  lock, log, and the sockets of the relay       (supervisor, relay)
 //! ```
 
 use crate::{store, volume::RunKey};
+use serde::{Deserialize, Serialize};
 use std::{
-    fs, io,
+    fmt, fs, io,
     os::unix::fs::DirBuilderExt as _,
     path::{Path, PathBuf},
+    str::FromStr,
 };
 
 /// The longest path a Unix socket can have, in bytes (facts/qsd.md section 1).
@@ -48,6 +51,80 @@ pub enum Error {
         /// Why not.
         source: io::Error,
     },
+}
+
+/// One of the two places for a daemon of a volume.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Slot {
+    /// Where its first daemon is.
+    #[default]
+    A,
+    /// Where it moves to from there.
+    B,
+}
+
+/// Which daemon: `<run key>.<slot>`.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct DaemonKey {
+    /// Of which volume.
+    pub volume: RunKey,
+    /// In which place.
+    pub slot: Slot,
+}
+
+impl Slot {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::A, Self::B];
+
+    /// The other one.
+    #[must_use]
+    pub fn other(self) -> Self {
+        match self {
+            Self::A => Self::B,
+            Self::B => Self::A,
+        }
+    }
+
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::A => "a",
+            Self::B => "b",
+        }
+    }
+}
+
+impl fmt::Display for DaemonKey {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{}.{}", self.volume, self.slot.as_str())
+    }
+}
+
+impl FromStr for DaemonKey {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parts = text.split_once('.');
+        let slot = |name: &str| Slot::ALL.into_iter().find(|slot| slot.as_str() == name);
+        let key = parts.and_then(|(volume, name)| {
+            Some(Self { volume: volume.parse().ok()?, slot: slot(name)? })
+        });
+        key.ok_or_else(|| format!("{text:?} is no daemon key"))
+    }
+}
+
+impl TryFrom<String> for DaemonKey {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<DaemonKey> for String {
+    fn from(key: DaemonKey) -> Self {
+        key.to_string()
+    }
 }
 
 /// A run directory that exists and whose paths are short enough.
@@ -101,6 +178,11 @@ impl RunDir {
     /// The part of one volume.
     pub fn volume(&self, key: &RunKey) -> VolumeDir {
         VolumeDir(self.0.join(key.as_str()))
+    }
+
+    /// The place of one daemon.
+    pub fn daemon(&self, key: &DaemonKey) -> DaemonDir {
+        self.volume(&key.volume).daemon(key.slot)
     }
 
     /// The parts that exist.
@@ -170,6 +252,64 @@ impl VolumeDir {
         self.0.join("attachment.json")
     }
 
+    /// The place of a daemon.
+    pub fn daemon(&self, slot: Slot) -> DaemonDir {
+        DaemonDir(self.0.join(slot.as_str()))
+    }
+
+    /// Whose export this socket is.
+    pub fn slot_of(&self, backend: &Path) -> Option<Slot> {
+        Slot::ALL.into_iter().find(|slot| self.daemon(*slot).backend_socket() == backend)
+    }
+
+    /// The directory that is published.
+    pub fn export(&self) -> PathBuf {
+        self.0.join("export")
+    }
+
+    /// Which daemon the relay leads to.
+    pub fn relay(&self) -> PathBuf {
+        self.0.join("relay.json")
+    }
+
+    /// The vhost-user-blk socket for the VM.
+    pub fn vhost_socket(&self) -> PathBuf {
+        self.export().join("vhost.sock")
+    }
+
+    /// Makes the directory, those of its daemons, and the one to publish.
+    ///
+    /// Only the published one can be entered by others: a VM does not run as root.
+    pub fn create(&self) -> io::Result<()> {
+        make_dir(&self.0)?;
+        Slot::ALL.into_iter().try_for_each(|slot| make_dir(&self.daemon(slot).0))?;
+        fs::DirBuilder::new().recursive(true).mode(0o755).create(self.export())
+    }
+
+    /// Removes what the relay would find, and where VMs would find the relay.
+    pub fn forget_relay(&self) -> io::Result<()> {
+        remove(&self.relay())?;
+        remove(&self.vhost_socket())
+    }
+
+    /// Removes all of it, the record first. The published directory goes with whatever somebody
+    /// left in it; beside it, what is not ours stays, and is an error.
+    pub fn remove(&self) -> io::Result<()> {
+        for record in [self.attachment(), self.relay()] {
+            remove(&record)?;
+            remove(&store::draft_of(&record))?;
+        }
+        Slot::ALL.into_iter().try_for_each(|slot| self.daemon(slot).remove())?;
+        fs::remove_dir_all(self.export()).or_else(gone)?;
+        fs::remove_dir(&self.0).or_else(gone)
+    }
+}
+
+/// The place of one daemon.
+#[derive(Clone, Debug)]
+pub struct DaemonDir(PathBuf);
+
+impl DaemonDir {
     /// Locked by the daemon while it lives.
     pub fn lock(&self) -> PathBuf {
         self.0.join("lock")
@@ -190,32 +330,9 @@ impl VolumeDir {
         self.0.join("dbg.sock")
     }
 
-    /// The directory that is published.
-    pub fn export(&self) -> PathBuf {
-        self.0.join("export")
-    }
-
     /// The socket of the daemon's vhost-user-blk export.
     pub fn backend_socket(&self) -> PathBuf {
         self.0.join("back.sock")
-    }
-
-    /// What the relay serves here.
-    pub fn relay(&self) -> PathBuf {
-        self.0.join("relay.json")
-    }
-
-    /// The vhost-user-blk socket for the VM.
-    pub fn vhost_socket(&self) -> PathBuf {
-        self.export().join("vhost.sock")
-    }
-
-    /// Makes the directory and the one to publish.
-    ///
-    /// Only the published one can be entered by others: a VM does not run as root.
-    pub fn create(&self) -> io::Result<()> {
-        make_dir(&self.0)?;
-        fs::DirBuilder::new().recursive(true).mode(0o755).create(self.export())
     }
 
     /// Removes the sockets of a daemon that is gone, so that nobody connects to nothing.
@@ -223,17 +340,10 @@ impl VolumeDir {
         [self.monitor(), self.debug_monitor(), self.backend_socket()].iter().try_for_each(remove)
     }
 
-    /// Removes all of it, the record first. The published directory goes with whatever somebody
-    /// left in it; beside it, what is not ours stays, and is an error.
-    pub fn remove(&self) -> io::Result<()> {
-        remove(&self.attachment())?;
-        remove(&store::draft_of(&self.attachment()))?;
+    fn remove(&self) -> io::Result<()> {
         self.remove_sockets()?;
-        remove(&self.relay())?;
-        remove(&store::draft_of(&self.relay()))?;
         remove(&self.log())?;
         remove(&self.lock())?;
-        fs::remove_dir_all(self.export()).or_else(gone)?;
         fs::remove_dir(&self.0).or_else(gone)
     }
 }

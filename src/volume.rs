@@ -24,7 +24,7 @@ mod recover;
 pub use claim::{Busy, Claim, InFlight};
 pub use create::NewVolume;
 pub use id::{InvalidName, LayerId, NodeName, PoolName, RunKey, VolumeId};
-pub use parameters::{AccessMode, GRAIN, ParameterError, Parameters, RangeError, SizeRange};
+pub use parameters::{AccessMode, Cache, GRAIN, ParameterError, Parameters, RangeError, SizeRange};
 pub use record::Format;
 
 use crate::{

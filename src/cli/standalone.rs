@@ -15,6 +15,7 @@ use crate::{
     metrics::{Metrics, Timed},
     node::{Config, Node},
     pool::Pool,
+    qsd::Programs,
     run::RunDir,
     store,
     volume::{NodeName, PoolName, Volumes},
@@ -54,9 +55,9 @@ pub(super) struct Args {
     /// A pool and the directory that holds its volumes; may be given several times
     #[arg(long = "pool", value_name = "NAME=DIR", required = true)]
     pools: Vec<PoolAt>,
-    /// The qemu-storage-daemon to run
+    /// The qemu-storage-daemon to run; of several, the newest
     #[arg(long, value_name = "PATH", default_value = "qemu-storage-daemon")]
-    qsd: PathBuf,
+    qsd: Vec<PathBuf>,
     /// Address to serve /metrics and /healthz on
     #[arg(long, value_name = "ADDR:PORT")]
     metrics: Option<SocketAddr>,
@@ -100,7 +101,8 @@ pub(super) async fn run(args: Args) -> anyhow::Result<()> {
         }
         None => None,
     };
-    let qsd = find_program(&args.qsd)?;
+    let qsd = args.qsd.iter().map(|program| find_program(program)).collect::<Result<_, _>>()?;
+    let qsd = Programs::new(qsd);
     let volumes = Arc::new(Volumes::recover(open_pools(args.pools)?)?);
     let program = std::env::current_exe().context("finding this program")?;
     let config = Config { name: args.node_id, run, qsd, program };

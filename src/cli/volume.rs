@@ -1,7 +1,7 @@
 //! `qsd-csi volume`: a client of the driver's socket, for people.
 
 mod attach;
-mod client;
+pub(super) mod client;
 
 use super::{
     Endpoint,
@@ -12,12 +12,23 @@ use attach::Attached;
 use clap::Subcommand;
 use client::Client;
 use serde::Serialize;
-use std::{collections::BTreeMap, path::PathBuf};
+use std::{
+    collections::BTreeMap,
+    path::PathBuf,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
     #[command(subcommand)]
     command: Command,
+    #[command(flatten)]
+    driver: Driver,
+}
+
+/// Which driver to ask, and how to answer.
+#[derive(Debug, clap::Args)]
+pub(super) struct Driver {
     /// Socket of the driver
     #[arg(
         long,
@@ -26,10 +37,10 @@ pub(super) struct Args {
         env = "CSI_ENDPOINT",
         default_value = "unix:///run/qsd-csi/csi.sock"
     )]
-    endpoint: Endpoint,
+    pub(super) endpoint: Endpoint,
     /// How to answer
     #[arg(long, short, global = true, value_enum, default_value = "table")]
-    output: Output,
+    pub(super) output: Output,
 }
 
 #[derive(Debug, Subcommand)]
@@ -89,8 +100,8 @@ fn key_value(text: &str) -> Result<(String, String), String> {
 }
 
 pub(super) async fn run(args: Args) -> anyhow::Result<()> {
-    let mut client = Client::connect(&args.endpoint).await?;
-    let output = args.output;
+    let mut client = Client::connect(&args.driver.endpoint).await?;
+    let output = args.driver.output;
     match args.command {
         Command::Create { name, size, pool, parameters } => {
             let mut parameters: BTreeMap<_, _> = parameters.into_iter().collect();
@@ -207,10 +218,44 @@ fn show(output: Output, volume: inspect::Volume) -> anyhow::Result<()> {
         } else {
             rows.push(("trouble", attachment.trouble));
         }
+        if !attachment.warning.is_empty() {
+            rows.push(("warning", attachment.warning));
+        }
+        rows.extend(attachment.relay.map(|relay| tell_relay(&relay)).into_iter().flatten());
     }
     let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or_default();
     let line = |(name, value): &(&str, String)| format!("{name:width$}  {value}");
     say(&rows.iter().map(line).collect::<Vec<_>>().join("\n"))
+}
+
+fn tell_relay(relay: &inspect::Relay) -> Vec<(&'static str, String)> {
+    let mut rows = Vec::new();
+    match &relay.front_end {
+        None => rows.push(("VM", "none is connected".to_owned())),
+        Some(front) => {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            let since = now.saturating_sub(Duration::from_secs(front.connected_since));
+            rows.push(("VM", format!("pid {}, connected for {} s", front.pid, since.as_secs())));
+            let requests = match front.in_flight {
+                0 => "none".to_owned(),
+                count => format!("{count}, the oldest for at least {} ms", front.oldest_ms),
+            };
+            rows.push(("in flight", requests));
+            if front.paused {
+                rows.push(("paused", "requests are held back".to_owned()));
+            }
+        }
+    }
+    rows.push(("survived", format!("{} ends of daemons", relay.losses)));
+    rows.push(("moved", format!("{} times", relay.handovers)));
+    if relay.refused > 0 {
+        rows.push(("refused", format!("{} second connections", relay.refused)));
+    }
+    if relay.longest_stall_us > 0 {
+        let (last, worst) = (relay.last_stall_us, relay.longest_stall_us);
+        rows.push(("stalls", format!("last {last} us, longest {worst} us")));
+    }
+    rows
 }
 
 fn tell_attached(output: Output, attached: &Attached) -> anyhow::Result<()> {
@@ -256,6 +301,27 @@ struct Attachment {
     socket: String,
     daemon: Option<Daemon>,
     trouble: Option<String>,
+    warning: Option<String>,
+    relay: Option<Relay>,
+}
+
+#[derive(Serialize)]
+struct Relay {
+    front_end: Option<FrontEnd>,
+    losses: u64,
+    handovers: u64,
+    refused: u64,
+    last_stall_us: u64,
+    longest_stall_us: u64,
+}
+
+#[derive(Serialize)]
+struct FrontEnd {
+    pid: i32,
+    connected_since: u64,
+    in_flight: u64,
+    oldest_ms: u64,
+    paused: bool,
 }
 
 #[derive(Serialize)]
@@ -280,6 +346,21 @@ impl From<inspect::Volume> for Volume {
             monitor: daemon.monitor,
             restarts: daemon.restarts,
         };
+        let front_end = |front: inspect::FrontEnd| FrontEnd {
+            pid: front.pid,
+            connected_since: front.connected_since,
+            in_flight: front.in_flight,
+            oldest_ms: front.oldest_ms,
+            paused: front.paused,
+        };
+        let relay = |relay: inspect::Relay| Relay {
+            front_end: relay.front_end.map(front_end),
+            losses: relay.losses,
+            handovers: relay.handovers,
+            refused: relay.refused,
+            last_stall_us: relay.last_stall_us,
+            longest_stall_us: relay.longest_stall_us,
+        };
         let some = |text: String| (!text.is_empty()).then_some(text);
         Self {
             state: state(&volume),
@@ -296,6 +377,8 @@ impl From<inspect::Volume> for Volume {
                 socket: attachment.socket,
                 daemon: attachment.daemon.map(daemon),
                 trouble: some(attachment.trouble),
+                warning: some(attachment.warning),
+                relay: attachment.relay.map(relay),
             }),
             damage: some(volume.damage),
         }

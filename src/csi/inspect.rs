@@ -6,10 +6,11 @@ use super::{
 };
 use crate::{
     blocking::blocking,
-    node::{Attachments, Node},
-    volume::{Entry, Volume, VolumeId},
+    node::{Attachments, Node, Relayed, When},
+    relay,
+    volume::{Claim, Entry, Outcome, Volume, VolumeId},
 };
-use std::{path::Path, pin::Pin};
+use std::{path::Path, pin::Pin, sync::Arc};
 use tokio_stream::Stream;
 use tonic::{Request, Response, Status};
 
@@ -36,16 +37,40 @@ impl inspect_server::Inspect for Inspect {
             let entry = node.volumes().entry(&id)?;
             vec![(id, entry)]
         };
-        let tell = move || entries.iter().map(|(id, entry)| Ok(tell(&node, id, entry))).collect();
+        let relayed = node.relayed().await;
+        let tell = move || {
+            entries.iter().map(|(id, entry)| Ok(tell(&node, &relayed, id, entry))).collect()
+        };
         let volumes: Vec<_> = blocking(tell).await;
         Ok(Response::new(Box::pin(tokio_stream::iter(volumes))))
     }
+
+    #[tracing::instrument(skip_all, fields(volume = request.get_ref().volume_id))]
+    async fn upgrade_daemon(
+        &self,
+        request: Request<pb::UpgradeDaemonRequest>,
+    ) -> Result<Response<pb::UpgradeDaemonResponse>, Status> {
+        let request = request.into_inner();
+        let id = self.0.find(parse::volume_id(request.volume_id)?)?.id().clone();
+        let when = if request.force { When::Always } else { When::Outdated };
+        let work = |claim: Arc<Claim>, node: Node| async move { node.upgrade(&claim, when).await };
+        let upgrade = self.0.claimed(&id, work).await?;
+        Ok(Response::new(pb::UpgradeDaemonResponse {
+            replaced: upgrade.outcome == Outcome::Done,
+            pid: upgrade.daemon.pid(),
+            version: upgrade.daemon.version().to_owned(),
+            stopped_us: u64::try_from(upgrade.stopped.as_micros()).unwrap_or(u64::MAX),
+        }))
+    }
 }
 
-fn tell(node: &Node, id: &VolumeId, entry: &Entry) -> pb::Volume {
+fn tell(node: &Node, relayed: &Relayed, id: &VolumeId, entry: &Entry) -> pb::Volume {
     match entry {
         Entry::Volume(volume) => pb::Volume {
-            attachment: node.attachment(id).map(tell_attachment),
+            attachment: node.attachment(id).map(|attachment| pb::Attachment {
+                relay: relayed.get(&id.run_key()).map(tell_relay),
+                ..tell_attachment(attachment)
+            }),
             ..tell_volume(volume)
         },
         Entry::Damaged { pool, reason } => pb::Volume {
@@ -103,6 +128,26 @@ fn tell_attachment(attachment: Attachments) -> pb::Attachment {
         socket: text(&attachment.socket),
         daemon,
         trouble,
+        relay: None,
+        warning: attachment.warning,
+    }
+}
+
+fn tell_relay(relayed: &relay::Relayed) -> pb::Relay {
+    let front_end = relayed.front_end.as_ref().map(|front| pb::FrontEnd {
+        pid: front.pid,
+        connected_since: front.since,
+        in_flight: front.in_flight,
+        oldest_ms: front.oldest_ms,
+        paused: front.paused,
+    });
+    pb::Relay {
+        front_end,
+        losses: relayed.losses,
+        handovers: relayed.handovers,
+        refused: relayed.refused,
+        last_stall_us: relayed.last_stall_us,
+        longest_stall_us: relayed.longest_stall_us,
     }
 }
 

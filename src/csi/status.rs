@@ -84,13 +84,14 @@ impl From<node::Error> for Status {
             | node::Error::NotStagedFor { .. }
             | node::Error::StagedElsewhere { .. }
             | node::Error::Published { .. }
-            | node::Error::Staged { .. } => Code::FailedPrecondition,
+            | node::Error::Staged { .. }
+            | node::Error::NotServed(_) => Code::FailedPrecondition,
             node::Error::StagedOtherwise { .. } | node::Error::PublishedOtherwise { .. } => {
                 Code::AlreadyExists
             }
             node::Error::NotAt { .. } => Code::NotFound,
             node::Error::Daemon { source, .. } => daemon_code(source),
-            node::Error::Supervisor(_) => Code::Unavailable,
+            node::Error::Supervisor(_) | node::Error::Relay { .. } => Code::Unavailable,
             node::Error::Store { source, .. } => io_code(source.io_kind()),
             node::Error::Run { source, .. } => io_code(Some(source.kind())),
             node::Error::Attachment { .. } | node::Error::Boot { .. } => Code::Internal,

@@ -11,6 +11,8 @@ use super::{
 use crate::{
     chain::Chain,
     qsd::Daemon,
+    relay,
+    run::{DaemonKey, Slot},
     store, supervisor,
     supervisor::{Process, State},
     volume::{Claim, InFlight, Outcome, RunKey, VolumeId, Volumes},
@@ -46,10 +48,13 @@ impl Node {
     /// Brings the node up on what its run directory holds.
     pub async fn start(config: Config, volumes: Arc<Volumes>) -> Result<Self, Error> {
         let supervisor = supervisor::Client::new(config.run.clone(), config.program.clone());
+        let relay = relay::Client::new(config.run.clone());
         let node = Self {
             config: Arc::new(config),
             volumes,
             supervisor,
+            relay,
+            tracking: Arc::default(),
             claims: InFlight::default(),
             attached: Arc::default(),
             tasks: TaskTracker::new(),
@@ -69,6 +74,7 @@ impl Node {
             info!(count, seconds = begin.elapsed().as_secs_f64(), "attachments settled");
         }
         node.tasks.spawn(node.clone().watch(exits));
+        node.tasks.spawn(node.clone().watch_relay());
         Ok(node)
     }
 
@@ -76,7 +82,7 @@ impl Node {
     ///
     /// A note that is lost or cannot be read says nothing, so then it counts whether any daemon
     /// runs: none of an earlier boot can.
-    fn forget_earlier_boot(&self, running: &HashMap<RunKey, i32>) -> Result<(), Error> {
+    fn forget_earlier_boot(&self, running: &HashMap<DaemonKey, i32>) -> Result<(), Error> {
         let run = &self.config.run;
         let fail = || Error::run(run.path());
         let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(fail())?;
@@ -95,7 +101,7 @@ impl Node {
     }
 
     /// The daemons that run.
-    pub(super) async fn running(&self) -> Result<HashMap<RunKey, i32>, Error> {
+    pub(super) async fn running(&self) -> Result<HashMap<DaemonKey, i32>, Error> {
         let running = |process: Process| match process.state {
             State::Running => Some((process.key, process.pid)),
             State::Exited(_) => None,
@@ -104,21 +110,30 @@ impl Node {
     }
 
     /// Drives one attachment to rest. What goes wrong stays with it.
-    async fn settle(&self, key: RunKey, running: &HashMap<RunKey, i32>) {
-        if let Err(error) = self.try_settle(&key, running.get(&key).copied()).await {
+    async fn settle(&self, key: RunKey, running: &HashMap<DaemonKey, i32>) {
+        if let Err(error) = self.try_settle(&key, running).await {
             error!(%key, error = %Chain(&error), "an attachment is not at rest; left alone");
         }
     }
 
-    async fn try_settle(&self, key: &RunKey, running: Option<i32>) -> Result<(), Error> {
+    async fn try_settle(
+        &self,
+        key: &RunKey,
+        running: &HashMap<DaemonKey, i32>,
+    ) -> Result<(), Error> {
         let dir = self.config.run.volume(key);
         let attachment = store::load::<Attachment>(&dir.attachment())
             .map_err(|source| Error::Attachment { key: key.clone(), source })?;
         let Some(attachment) = attachment else {
-            self.supervisor.kill(key).await?; // died before its record was written, or after
+            // Died before its record was written, or after it was removed.
+            for slot in Slot::ALL {
+                self.supervisor.kill(&DaemonKey { volume: key.clone(), slot }).await?;
+            }
             return dir.remove().map_err(Error::run(dir.path()));
         };
         let id = attachment.volume.clone();
+        let serving = self.serving(&id);
+        let running = running.get(&serving).copied();
         match attachment.phase {
             Phase::Staging | Phase::Unstaging => {
                 info!(volume = %id, phase = ?attachment.phase, "clearing what broke off");
@@ -135,10 +150,11 @@ impl Node {
     /// Lets a daemon of nobody flush and end, and clears what is left.
     async fn end(&self, id: &VolumeId, running: Option<i32>) -> Result<(), Error> {
         if let Some(pid) = running
-            && let Ok(launch) = self.launch(id)
+            && let Ok(launch) = self.launch(id, self.slot(id))
             && let Ok(daemon) = launch.adopt(pid).await
         {
-            daemon.stop(&id.run_key(), &self.supervisor).await?;
+            self.relay_no_more(id).await?;
+            daemon.stop(&self.supervisor).await?;
         }
         self.clear(id).await
     }
@@ -149,11 +165,14 @@ impl Node {
             warn!(volume = %id, "its daemon is gone");
             return self.start_revival(id.clone()).await;
         };
-        let adopted = match self.launch(id) {
-            Ok(launch) => launch.adopt(pid).await.map_err(Error::daemon(id)),
-            Err(error) => Err(error),
+        let adopted = async {
+            self.end_other(&self.serving(id)).await?;
+            let daemon = self.launch(id, self.slot(id))?.adopt(pid).await;
+            let daemon = daemon.map_err(Error::daemon(id))?;
+            self.relay_to(id, &daemon).await?;
+            Ok::<_, Error>(daemon)
         };
-        match adopted {
+        match adopted.await {
             Ok(daemon) => {
                 info!(volume = %id, pid, "taken over");
                 self.serves(id, daemon, Outcome::AlreadySo);
@@ -177,7 +196,7 @@ impl Node {
             () = daemon.closed() => sleep(REPORT).await,
             () = self.stop.cancelled() => return,
         }
-        self.note_death(&id.run_key(), daemon.pid(), "its monitor closed the connection");
+        self.note_death(&id, daemon.pid(), "its monitor closed the connection");
     }
 
     /// The first attempt at once, and if that fails further ones in the background.
@@ -197,7 +216,7 @@ impl Node {
                 () = self.stop.cancelled() => return,
             };
             match exit {
-                Ok(exit) => self.note_death(&exit.key, exit.pid, &exit.how),
+                Ok(exit) => self.note_exit(&exit.key, exit.pid, &exit.how),
                 Err(error) => {
                     warn!(error = %Chain(&error), "the supervisor is gone");
                     tokio::select! {
@@ -227,28 +246,34 @@ impl Node {
         }
     }
 
-    fn note_missing(&self, running: &HashMap<RunKey, i32>) {
+    fn note_missing(&self, running: &HashMap<DaemonKey, i32>) {
         let up = |(id, one): (&VolumeId, &Attached)| match &one.service {
-            Service::Up(daemon) => Some((id.run_key(), daemon.pid())),
+            Service::Up(daemon) => Some((id.clone(), daemon.key().clone(), daemon.pid())),
             Service::Down { .. } => None,
         };
         let up: Vec<_> = self.attached().iter().filter_map(up).collect();
-        for (key, pid) in up {
+        for (id, key, pid) in up {
             if running.get(&key) != Some(&pid) {
-                self.note_death(&key, pid, "it ended while there was no supervisor");
+                self.note_death(&id, pid, "it ended while there was no supervisor");
             }
         }
     }
 
+    fn note_exit(&self, key: &DaemonKey, pid: i32, how: &str) {
+        let id = self.attached().keys().find(|id| id.run_key() == key.volume).cloned();
+        if let Some(id) = id {
+            self.note_death(&id, pid, how);
+        }
+    }
+
     /// The daemon of an attachment died: says so, and has it started again.
-    fn note_death(&self, key: &RunKey, pid: i32, how: &str) {
+    fn note_death(&self, id: &VolumeId, pid: i32, how: &str) {
         let mut attached = self.attached();
-        let dead = attached.iter_mut().find(|(id, one)| {
-            id.run_key() == *key
-                && one.attachment.phase == Phase::Staged
+        let dead = attached.get_mut(id).filter(|one| {
+            one.attachment.phase == Phase::Staged
                 && matches!(&one.service, Service::Up(daemon) if daemon.pid() == pid)
         });
-        let Some((id, one)) = dead else { return };
+        let Some(one) = dead else { return };
         let Service::Up(daemon) = &one.service else { return };
         one.hasty_ends = if daemon.served() < STEADY { one.hasty_ends + 1 } else { 0 };
         let pause = pause_after(one.hasty_ends);

@@ -9,6 +9,7 @@ use crate::{
     chain::Chain,
     crash,
     qsd::Daemon,
+    run::{DaemonKey, Slot},
     volume::{AccessMode, Claim, Outcome, VolumeId},
 };
 use std::path::PathBuf;
@@ -76,9 +77,11 @@ impl Node {
             let daemon = if is_left_over {
                 self.try_restart(id).await?.0
             } else {
-                let daemon = self.launch(id)?.start(&self.supervisor).await;
+                let daemon = self.launch(id, Slot::A)?.start(&self.supervisor).await;
                 daemon.map_err(Error::daemon(id))?
             };
+            crash::point("node-stage-daemon");
+            self.relay_to(id, &daemon).await?;
             crash::point("node-stage-served");
             info!(volume = %id, pid = daemon.pid(), version = daemon.version(), "staged");
             let staged = intent.in_phase(Phase::Staged);
@@ -118,8 +121,10 @@ impl Node {
         }
         self.note_leaving(attachment.in_phase(Phase::Unstaging))?;
         crash::point("node-unstage-intent");
+        self.relay_no_more(id).await?;
+        crash::point("node-unstage-relay");
         if let Service::Up(daemon) = service {
-            daemon.stop(&id.run_key(), &self.supervisor).await?;
+            daemon.stop(&self.supervisor).await?;
         }
         crash::point("node-unstage-stopped");
         self.clear(id).await?;
@@ -145,10 +150,13 @@ impl Node {
 
     /// Ends whatever still serves the volume, and removes its part of the run directory.
     pub(super) async fn clear(&self, id: &VolumeId) -> Result<(), Error> {
-        let key = id.run_key();
-        let dir = self.config.run.volume(&key);
+        let dir = self.dir(id);
         if dir.exists() {
-            self.supervisor.kill(&key).await?;
+            self.relay_no_more(id).await?;
+            for slot in Slot::ALL {
+                let key = DaemonKey { volume: id.run_key(), slot };
+                self.supervisor.kill(&key).await?;
+            }
             dir.remove().map_err(Error::run(dir.path()))?;
         }
         Ok(())
@@ -177,17 +185,23 @@ impl Node {
     }
 
     async fn try_restart(&self, id: &VolumeId) -> Result<(Daemon, Outcome), Error> {
-        let (key, launch) = (id.run_key(), self.launch(id)?);
+        let key = self.serving(id);
+        self.end_other(&key).await?;
+        let launch = self.launch(id, key.slot)?;
         if let Some(pid) = self.running().await?.get(&key) {
             let published = self.find(id).is_some_and(|one| !one.attachment.targets.is_empty());
             match launch.adopt(*pid).await {
-                Ok(daemon) => return Ok((daemon, Outcome::AlreadySo)),
+                Ok(daemon) => {
+                    self.relay_to(id, &daemon).await?;
+                    return Ok((daemon, Outcome::AlreadySo));
+                }
                 Err(error) if published => return Err(Error::daemon(id)(error)),
                 Err(error) => warn!(volume = %id, pid, error = %Chain(&error), "killing a daemon"),
             }
         }
         self.supervisor.kill(&key).await?;
         let daemon = launch.start(&self.supervisor).await.map_err(Error::daemon(id))?;
+        self.relay_to(id, &daemon).await?;
         Ok((daemon, Outcome::Done))
     }
 }

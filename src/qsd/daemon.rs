@@ -10,14 +10,15 @@
 //! ```
 
 use super::{
-    Command, Monitor, graph,
+    Command, Durability, Monitor,
+    graph::{self, Plan, Sharing},
     monitor::{self, HANDSHAKE},
 };
 use crate::{
     chain::Chain,
-    run::VolumeDir,
+    run::{DaemonDir, DaemonKey},
     supervisor::{self, Spawn, State},
-    volume::{Layer, RunKey},
+    volume::Layer,
 };
 use serde_json::{Value, json};
 use std::{io, path::PathBuf, time::Duration};
@@ -50,18 +51,23 @@ pub enum Error {
 #[derive(Clone, Debug)]
 pub struct Launch {
     /// Which daemon.
-    pub key: RunKey,
+    pub key: DaemonKey,
     /// The qemu-storage-daemon to run.
     pub program: PathBuf,
     /// Its directory; exists.
-    pub dir: VolumeDir,
+    pub dir: DaemonDir,
     /// The layers of the volume, from the active one down.
     pub layers: Vec<Layer>,
+    /// When writes are acknowledged.
+    pub durability: Durability,
+    /// The daemon to take over from, which serves until then.
+    pub beside: Option<DaemonKey>,
 }
 
 /// A daemon that serves its volume.
 #[derive(Clone, Debug)]
 pub struct Daemon {
+    key: DaemonKey,
     monitor: Monitor,
     pid: i32,
     version: String,
@@ -105,11 +111,17 @@ impl Launch {
             monitor = self.monitor() => monitor?,
             end = self.end(supervisor) => return Err(end),
         };
-        for command in graph::commands(&self.layers, &self.dir.vhost_socket()) {
+        let plan = Plan {
+            layers: &self.layers,
+            socket: &self.dir.backend_socket(),
+            durability: self.durability,
+            sharing: if self.beside.is_some() { Sharing::Handover } else { Sharing::Alone },
+        };
+        for command in graph::commands(plan) {
             monitor.execute(command).await?;
         }
         let version = version(&monitor).await?;
-        Ok(Daemon { monitor, pid, version, since: Instant::now() })
+        Ok(Daemon { key: self.key.clone(), monitor, pid, version, since: Instant::now() })
     }
 
     /// Takes over a daemon that runs, after a look at what it serves.
@@ -129,7 +141,7 @@ impl Launch {
             return Err(Error::Foreign { pid, what });
         }
         let version = version(&monitor).await?;
-        Ok(Daemon { monitor, pid, version, since: Instant::now() })
+        Ok(Daemon { key: self.key.clone(), monitor, pid, version, since: Instant::now() })
     }
 
     /// How the daemon ended, once it does.
@@ -163,6 +175,7 @@ impl Launch {
             program: self.program.clone(),
             arguments,
             exclusive: active.path.clone(),
+            beside: self.beside.clone(),
         }
     }
 
@@ -208,6 +221,11 @@ async fn version(monitor: &Monitor) -> Result<String, monitor::Error> {
 }
 
 impl Daemon {
+    /// Which it is.
+    pub fn key(&self) -> &DaemonKey {
+        &self.key
+    }
+
     /// Its process id.
     pub fn pid(&self) -> i32 {
         self.pid
@@ -229,11 +247,8 @@ impl Daemon {
     }
 
     /// Lets it flush and end; one that does not within `FLUSH` is killed.
-    pub async fn stop(
-        &self,
-        key: &RunKey,
-        supervisor: &supervisor::Client,
-    ) -> Result<(), supervisor::Error> {
+    pub async fn stop(&self, supervisor: &supervisor::Client) -> Result<(), supervisor::Error> {
+        let key = &self.key;
         let quit = async {
             // The answer is often cut off by the end of the daemon itself.
             _ = self.monitor.execute(Command::new("quit", json!({}))).await;

@@ -4,9 +4,11 @@
 //! vhost-user-blk export  ->  top: throttle  ->  L0: raw  ->  file
 //! ```
 //!
+//! The export is the relay's: VMs connect to that, not to the daemon.
+//!
 //! Pure: from the layers alone, bottom-up, every node named, nothing probed. Rebuilding a graph
-//! after a crash is building it. The settings rest on facts/qsd.md: writethrough (D1, D2), one
-//! fixed iothread (D4), direct I/O with `io_uring` (section 14), the export above a throttle that
+//! after a crash is building it. The settings rest on facts/qsd.md: what is acknowledged when (D1,
+//! D2), one fixed iothread (D4), direct I/O with `io_uring` (section 14), the export above a throttle that
 //! never changes (section 4).
 
 use super::Command;
@@ -30,9 +32,42 @@ pub(super) const VHOST_USER: &str = "vu";
 /// export has fewer; an unused queue costs next to nothing (measured: bench).
 pub const QUEUES: u16 = 64;
 
-/// The commands that build the graph over `layers` (from the active one down) and export it as a
-/// vhost-user-blk socket at `socket`.
-pub(super) fn commands(layers: &[Layer], socket: &Path) -> Vec<Command> {
+/// What a graph is built from.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Plan<'a> {
+    /// The layers of the volume, from the active one down.
+    pub(super) layers: &'a [Layer],
+    /// Where to export it as a vhost-user-blk socket.
+    pub(super) socket: &'a Path,
+    /// When a write is acknowledged.
+    pub(super) durability: Durability,
+    /// Who else may have the layers open.
+    pub(super) sharing: Sharing,
+}
+
+/// When a write is acknowledged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Durability {
+    /// When it is durable.
+    EachWrite,
+    /// When the kernel or the disk has it, so the end of the daemon loses nothing; it is durable
+    /// after the guest's next flush. Behind the relay guests do flush (facts/relay.md section 2).
+    OnFlush,
+}
+
+/// Who else may have the layers open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sharing {
+    /// Nobody; QEMU's own locks see to it, too.
+    Alone,
+    /// The daemon that it is to take over from, which writes until it does: both have an image
+    /// lock of their own, so this one takes none. The supervisor's lock keeps all others out.
+    Handover,
+}
+
+/// The commands that build the graph.
+pub(super) fn commands(plan: Plan<'_>) -> Vec<Command> {
+    let Plan { layers, socket, durability, sharing } = plan;
     let object = |arguments| Command::new("object-add", arguments);
     let node = |arguments| Command::new("blockdev-add", arguments);
     let mut commands = vec![
@@ -40,7 +75,7 @@ pub(super) fn commands(layers: &[Layer], socket: &Path) -> Vec<Command> {
         object(json!({ "qom-type": "throttle-group", "id": THROTTLE, "limits": {} })),
     ];
     let bottom_up = layers.iter().rev().enumerate();
-    commands.extend(bottom_up.map(|(depth, layer)| node(layer_node(depth, layer))));
+    commands.extend(bottom_up.map(|(depth, layer)| node(layer_node(depth, layer, sharing))));
     commands.push(node(json!({
         "driver": "throttle",
         "node-name": TOP,
@@ -48,7 +83,7 @@ pub(super) fn commands(layers: &[Layer], socket: &Path) -> Vec<Command> {
         "discard": "unmap", // or the filter would swallow it
         "file": layer_name(layers.len().saturating_sub(1)),
     })));
-    commands.push(Command::new("block-export-add", vhost_user(socket)));
+    commands.push(Command::new("block-export-add", vhost_user(socket, durability)));
     commands
 }
 
@@ -70,7 +105,7 @@ fn layer_name(depth: usize) -> String {
 
 /// `cache` and `discard` must be said both of the format node and of the file below it
 /// (facts/qsd.md section 14). The file is inline, so it goes when the layer goes (section 4).
-fn layer_node(depth: usize, layer: &Layer) -> Value {
+fn layer_node(depth: usize, layer: &Layer, sharing: Sharing) -> Value {
     let Layer { path, format: Format::Raw, .. } = layer;
     json!({
         "driver": "raw",
@@ -83,17 +118,21 @@ fn layer_node(depth: usize, layer: &Layer) -> Value {
             "aio": "io_uring",
             "discard": "unmap",
             "cache": { "direct": true },
+            "locking": match sharing {
+                Sharing::Alone => "auto",
+                Sharing::Handover => "off",
+            },
         },
     })
 }
 
-fn vhost_user(socket: &Path) -> Value {
+fn vhost_user(socket: &Path, durability: Durability) -> Value {
     json!({
         "type": "vhost-user-blk",
         "id": VHOST_USER,
         "node-name": TOP,
         "writable": true,
-        "writethrough": true,
+        "writethrough": durability == Durability::EachWrite,
         "iothread": IOTHREAD,
         "fixed-iothread": true,
         "num-queues": QUEUES,
@@ -106,19 +145,20 @@ mod test {
     use super::*;
     use crate::units::Bytes;
 
-    fn built() -> Vec<Command> {
+    fn built(durability: Durability) -> Vec<Command> {
         let layer = Layer {
             path: "/pool/layers/a.raw".into(),
             format: Format::Raw,
             size: Bytes::gib(1),
             allocated: Bytes::ZERO,
         };
-        commands(&[layer], Path::new("/run/vhost.sock"))
+        let (sharing, socket) = (Sharing::Alone, Path::new("/run/back.sock"));
+        commands(Plan { layers: &[layer], socket, durability, sharing })
     }
 
     #[test]
     fn a_graph_is_built_bottom_up_from_named_nodes() {
-        let commands = built();
+        let commands = built(Durability::OnFlush);
         let nodes = commands.iter().filter(|command| command.name == "blockdev-add");
         let names: Vec<_> = nodes.map(|node| node.arguments["node-name"].clone()).collect();
         assert_eq!(names, ["L0", "top"]);
@@ -139,9 +179,14 @@ mod test {
     }
 
     #[test]
-    fn every_export_is_writethrough_on_one_fixed_iothread() {
-        for export in built().iter().filter(|command| command.name == "block-export-add") {
-            assert_eq!(export.arguments["writethrough"], true);
+    fn every_export_is_on_one_fixed_iothread_and_as_durable_as_asked_for() {
+        for (durability, writethrough) in
+            [(Durability::EachWrite, true), (Durability::OnFlush, false)]
+        {
+            let commands = built(durability);
+            let export = commands.iter().find(|command| command.name == "block-export-add");
+            let export = export.unwrap();
+            assert_eq!(export.arguments["writethrough"], writethrough);
             assert_eq!(export.arguments["fixed-iothread"], true);
             assert_eq!(export.arguments["iothread"], IOTHREAD);
             assert_eq!(export.arguments["node-name"], TOP);

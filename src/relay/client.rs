@@ -33,6 +33,9 @@ const START: Duration = Duration::from_secs(8);
 /// How long it may take to answer: what waits for requests in flight takes longest.
 const ANSWER: Duration = Duration::from_mins(1);
 
+/// How long one is looked for that may not be there at all.
+const MISSING: Duration = Duration::from_secs(1);
+
 /// How often it is tried.
 const RETRY: Duration = Duration::from_millis(2);
 
@@ -58,7 +61,7 @@ impl Client {
 
     /// Has a volume served no more; its front-end is let go.
     pub async fn detach(&self, key: &RunKey) -> Result<(), Error> {
-        match self.ask(Request::Detach(key.clone()), START).await? {
+        match self.ask(Request::Detach(key.clone()), MISSING).await? {
             Reply::Done => Ok(()),
             other => Err(unexpected(other)),
         }

@@ -101,13 +101,17 @@ impl Keep {
         }
     }
 
-    /// Returns when there is no keeper.
-    pub(super) fn wait_for_end(&self) {
+    /// Whether there is no keeper, or none any more after this time.
+    pub(super) fn ends_within(&self, time: Duration) -> bool {
         let process = self.lock().keeper.as_ref().map(|keeper| keeper.process.try_clone());
-        if let Some(Ok(process)) = process {
-            await_end(&process, None);
+        let ended = match process {
+            Some(Ok(process)) => await_end(&process, time),
+            Some(Err(_)) | None => true,
+        };
+        if ended {
             self.lock().keeper = None;
         }
+        ended
     }
 
     /// Looks for another keeper, and gives it everything.
@@ -146,14 +150,20 @@ impl Keeper {
     /// come to it later.
     fn end(&self) {
         _ = pidfd_send_signal(&self.process, Signal::KILL); // it may have ended
-        await_end(&self.process, Some(ANSWER));
+        await_end(&self.process, ANSWER);
     }
 }
 
-fn await_end(process: &OwnedFd, limit: Option<Duration>) {
-    let limit = limit.map(|time| Timespec::try_from(time).expect("seconds"));
+/// Whether a process ends within this time.
+fn await_end(process: &OwnedFd, limit: Duration) -> bool {
+    let limit = Timespec::try_from(limit).expect("seconds");
     let mut fds = [PollFd::new(process, PollFlags::IN)];
-    while poll(&mut fds, limit.as_ref()) == Err(Errno::INTR) {}
+    loop {
+        match poll(&mut fds, Some(&limit)) {
+            Err(Errno::INTR) => {}
+            outcome => return !matches!(outcome, Ok(0)),
+        }
+    }
 }
 
 /// Whether the request that the commit takes is still in the front-end's socket. A request that

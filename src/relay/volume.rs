@@ -318,6 +318,9 @@ impl Served {
     }
 
     fn switch(&mut self, path: &Path) -> Result<Duration, String> {
+        if path == self.place.backend {
+            return Ok(Duration::ZERO); // a repeat: it has moved
+        }
         let attach = Attach { backend: path.to_owned(), ..self.attach.clone() };
         let place = self.run.volume(&attach.key).relay();
         let note = || {

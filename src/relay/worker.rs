@@ -29,6 +29,9 @@ use tracing::{error, info, warn};
 /// How long it waits for its predecessor, which lets go within milliseconds of its end.
 const PREDECESSOR: Duration = Duration::from_secs(5);
 
+/// How often it looks whether its run directory is still there.
+const ROUND: Duration = Duration::from_secs(1);
+
 /// How long an order may take: parking waits for requests in flight.
 const ORDER: Duration = Duration::from_secs(50);
 
@@ -58,12 +61,14 @@ pub(super) fn run(run: RunDir) -> anyhow::Result<()> {
     let other = worker.clone();
     std::thread::spawn(move || other.listen(&listener));
     loop {
-        worker.keep.wait_for_end();
-        if worker.is_idle() {
+        if !worker.keep.ends_within(ROUND) {
+            worker.leave_if_orphaned();
+        } else if worker.volumes().is_empty() {
             info!("nothing to relay; ending");
             return Ok(());
+        } else {
+            worker.keep.renew();
         }
-        worker.keep.renew();
     }
 }
 
@@ -110,15 +115,23 @@ impl Worker {
         }
     }
 
-    /// Whether nobody is served, or nobody can be any more: the run directory is another one.
-    fn is_idle(&self) -> bool {
-        let volumes = self.volumes();
+    /// Lets go of volumes that nobody can reach any more: the run directory is another one by now.
+    /// A VM that is connected goes on.
+    fn leave_if_orphaned(&self) {
         let path = self.run.relay().worker_lock();
         let identity = |data: &fs::Metadata| (data.dev(), data.ino());
         let (own, there) = (self.lock.metadata(), fs::metadata(path));
-        let is_ours = matches!((own, there), (Ok(a), Ok(b)) if identity(&a) == identity(&b));
-        volumes.is_empty()
-            || !is_ours && volumes.values().all(|volume| volume.status().front_end.is_none())
+        if matches!((own, there), (Ok(a), Ok(b)) if identity(&a) == identity(&b)) {
+            return;
+        }
+        let mut volumes = self.volumes();
+        let is_idle = |volume: &Volume| volume.status().front_end.is_none();
+        let idle = volumes.extract_if(.., |_, volume| is_idle(volume));
+        let idle: Vec<_> = idle.map(|(key, _)| key).collect();
+        for key in idle {
+            warn!(%key, "the run directory is gone, and with it the volume");
+            self.forget(key.as_str());
+        }
     }
 
     fn listen(&self, listener: &UnixListener) {

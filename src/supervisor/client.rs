@@ -3,7 +3,7 @@
 use super::protocol::{
     Exit, Greeting, LONGEST_LINE, Process, Reply, Request, Signal, Spawn, VERSION,
 };
-use crate::{run::RunDir, volume::RunKey};
+use crate::run::{DaemonKey, RunDir};
 use futures_util::SinkExt as _;
 use serde::de::DeserializeOwned;
 use std::{
@@ -95,14 +95,14 @@ impl Client {
     }
 
     /// Ends a daemon at once, and waits until it is gone. None by this key is fine.
-    pub async fn kill(&self, key: &RunKey) -> Result<(), Error> {
+    pub async fn kill(&self, key: &DaemonKey) -> Result<(), Error> {
         self.done(Request::Signal { key: key.clone(), signal: Signal::Kill }).await?;
         self.wait(key).await?;
         self.done(Request::Forget(key.clone())).await
     }
 
     /// Waits until the daemon is gone.
-    pub async fn wait(&self, key: &RunKey) -> Result<(), Error> {
+    pub async fn wait(&self, key: &DaemonKey) -> Result<(), Error> {
         self.done(Request::Wait(key.clone())).await
     }
 

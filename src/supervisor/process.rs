@@ -2,14 +2,13 @@
 
 use super::protocol::{Signal, Spawn};
 use crate::{
-    run::{RunDir, VolumeDir},
+    run::{DaemonDir, DaemonKey, RelayDir, RunDir, Slot},
     store,
-    volume::RunKey,
 };
 use rustix::{
     event::{PollFd, PollFlags, poll},
     io::Errno,
-    process::{Pid, PidfdFlags, pidfd_open, pidfd_send_signal},
+    process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open, pidfd_send_signal},
 };
 use std::{
     collections::HashMap,
@@ -20,7 +19,7 @@ use std::{
         unix::fs::{MetadataExt as _, OpenOptionsExt as _},
         unix::process::ExitStatusExt as _,
     },
-    path::Path,
+    path::{Path, PathBuf},
     process::{ExitStatus, Stdio},
     sync::Arc,
 };
@@ -53,11 +52,19 @@ pub(super) enum Ending {
 ///
 /// `flock` belongs to the open file, and the daemon has both files open, as its standard input and
 /// output; it uses neither.
-pub(super) fn spawn(spawn: &Spawn, dir: &VolumeDir) -> io::Result<(Handle, Ending)> {
-    let mut options = OpenOptions::new();
-    let options = options.read(true).write(true).create(true).truncate(false).mode(0o600);
-    let own = locked(options.open(dir.lock())?, &dir.lock())?;
-    let exclusive = locked(File::open(&spawn.exclusive)?, &spawn.exclusive)?;
+///
+/// A daemon that is to take over from another shares its lock of that file: it outlives the one
+/// that took it.
+pub(super) fn spawn(
+    spawn: &Spawn,
+    dir: &DaemonDir,
+    beside: Option<&Handle>,
+) -> io::Result<(Handle, Ending)> {
+    let own = locked(open_lock(&dir.lock())?, &dir.lock())?;
+    let exclusive = match beside {
+        Some(other) => File::from(pidfd_getfd(&other.pidfd, 1, PidfdGetfdFlags::empty())?),
+        None => locked(File::open(&spawn.exclusive)?, &spawn.exclusive)?,
+    };
     dir.remove_sockets()?;
     let log = open_log(&dir.log())?;
     let mut child = Command::new(&spawn.program)
@@ -82,6 +89,33 @@ pub(super) fn spawn(spawn: &Spawn, dir: &VolumeDir) -> io::Result<(Handle, Endin
     }
 }
 
+/// Starts a relay, which holds its lock as its standard input until it ends.
+pub(super) fn spawn_relay(run: &RunDir, dir: &RelayDir) -> io::Result<(Handle, Ending)> {
+    dir.create()?;
+    let own = locked(open_lock(&dir.lock())?, &dir.lock())?;
+    let log = open_log(&dir.log())?;
+    let child = Command::new("/proc/self/exe")
+        .arg0("qsd-csi")
+        .arg("relay")
+        .arg("--run-dir")
+        .arg(run.path())
+        .current_dir("/")
+        .stdin(Stdio::from(own))
+        .stdout(Stdio::null())
+        .stderr(Stdio::from(log))
+        .process_group(0)
+        .kill_on_drop(false)
+        .spawn()?;
+    let pid = child.id().and_then(|pid| i32::try_from(pid).ok());
+    let pid = pid.expect("a child that nobody waited for has a pid");
+    Ok((Handle::open(pid)?, Ending::Child(child)))
+}
+
+fn open_lock(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false).mode(0o600).open(path)
+}
+
 fn locked(file: File, path: &Path) -> io::Result<File> {
     if store::lock(&file).is_ok() {
         return Ok(file);
@@ -93,13 +127,29 @@ fn locked(file: File, path: &Path) -> io::Result<File> {
 
 /// The daemons that an earlier supervisor of this run directory left running: the processes whose
 /// standard input is the lock of one of its parts; the file itself, not one of the same name.
-pub(super) fn find(run: &RunDir) -> io::Result<Vec<(RunKey, Handle, Ending)>> {
+pub(super) fn find(run: &RunDir) -> io::Result<Vec<(DaemonKey, Handle, Ending)>> {
+    let both = |volume: crate::volume::RunKey| {
+        Slot::ALL.map(|slot| DaemonKey { volume: volume.clone(), slot })
+    };
+    let keys = run.keys()?.into_iter().flat_map(both);
+    let locks = keys.map(|key| (run.daemon(&key).lock(), key)).collect();
+    Ok(await_ends(holders(locks)?))
+}
+
+/// The relay that an earlier supervisor of this run directory left running.
+pub(super) fn find_relay(dir: &RelayDir) -> io::Result<Option<(Handle, Ending)>> {
+    let found = await_ends(holders(vec![(dir.lock(), ())])?);
+    Ok(found.into_iter().next().map(|((), handle, ending)| (handle, ending)))
+}
+
+/// The processes that have these files as their standard input.
+fn holders<K: Clone + PartialEq>(files: Vec<(PathBuf, K)>) -> io::Result<Vec<(K, Handle)>> {
     let identity = |path: &Path| fs::metadata(path).map(|data| (data.dev(), data.ino())).ok();
-    let lock_of = |key: RunKey| Some((identity(&run.volume(&key).lock())?, key));
-    let locks: HashMap<_, _> = run.keys()?.into_iter().filter_map(lock_of).collect();
+    let file = |(path, key): (PathBuf, K)| Some((identity(&path)?, key));
+    let files: HashMap<_, _> = files.into_iter().filter_map(file).collect();
     let key_of = |pid: i32| {
         let input = identity(Path::new(&format!("/proc/{pid}/fd/0")))?;
-        locks.get(&input).cloned()
+        files.get(&input).cloned()
     };
     let mut found = Vec::new();
     for entry in fs::read_dir("/proc")? {
@@ -113,11 +163,11 @@ pub(super) fn find(run: &RunDir) -> io::Result<Vec<(RunKey, Handle, Ending)>> {
             found.push((key, handle));
         }
     }
-    Ok(await_ends(found))
+    Ok(found)
 }
 
-/// Has the ends of daemons that are not our children awaited, by one thread for all of them.
-fn await_ends(found: Vec<(RunKey, Handle)>) -> Vec<(RunKey, Handle, Ending)> {
+/// Has the ends of processes that are not our children awaited, by one thread for all of them.
+fn await_ends<K>(found: Vec<(K, Handle)>) -> Vec<(K, Handle, Ending)> {
     let mut waited_for = Vec::new();
     let mut adopted = Vec::new();
     for (key, handle) in found {

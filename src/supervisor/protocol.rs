@@ -3,12 +3,12 @@
 //! The supervisor greets; then each request gets one reply, in order. After `Watch` the connection
 //! carries the exits of daemons and no more requests.
 
-use crate::volume::RunKey;
+use crate::run::DaemonKey;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
 /// The version of this protocol. A driver refuses a supervisor that speaks another.
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 
 /// More than any message has: a list of ten thousand daemons.
 pub(super) const LONGEST_LINE: usize = 16 << 20;
@@ -33,23 +33,23 @@ pub(super) enum Request {
     /// Send a signal to a daemon; one that has ended is fine.
     Signal {
         /// Which daemon.
-        key: RunKey,
+        key: DaemonKey,
         /// What to send.
         signal: Signal,
     },
     /// Answer once the daemon does not run.
-    Wait(RunKey),
+    Wait(DaemonKey),
     /// Forget the end of a daemon.
-    Forget(RunKey),
+    Forget(DaemonKey),
     /// Report exits from now on.
     Watch,
 }
 
-/// A daemon to start. Its directory `RUN/<key>` exists.
+/// A daemon to start. Its directory exists.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Spawn {
     /// Which daemon.
-    pub key: RunKey,
+    pub key: DaemonKey,
     /// The program.
     pub program: PathBuf,
     /// Its arguments.
@@ -57,6 +57,8 @@ pub struct Spawn {
     /// A file that no other daemon may have: locked while the daemon lives, wherever its run
     /// directory is by then.
     pub exclusive: PathBuf,
+    /// The daemon that it is to take over from, and with which it shares that lock meanwhile.
+    pub beside: Option<DaemonKey>,
 }
 
 /// The signals a driver may send.
@@ -90,7 +92,7 @@ pub(super) enum Reply {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
     /// Which daemon.
-    pub key: RunKey,
+    pub key: DaemonKey,
     /// Its process id, or what it was.
     pub pid: i32,
     /// Whether it runs.
@@ -111,7 +113,7 @@ pub enum State {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Exit {
     /// Which daemon.
-    pub key: RunKey,
+    pub key: DaemonKey,
     /// Its process id.
     pub pid: i32,
     /// How it ended, in words, with the last line it said.

@@ -6,7 +6,7 @@ use super::{
         Exit, Greeting, LONGEST_LINE, Process, Reply, Request, Signal, Spawn, State, VERSION,
     },
 };
-use crate::{run::RunDir, volume::RunKey};
+use crate::run::{DaemonKey, RunDir};
 use anyhow::Context as _;
 use futures_util::SinkExt as _;
 use rustix::{fs::Mode, process::umask};
@@ -24,7 +24,7 @@ use std::{
 use tokio::{
     net::{UnixListener, UnixStream},
     signal::unix::{SignalKind, signal},
-    sync::broadcast,
+    sync::{Notify, broadcast},
     time::{Instant, interval, sleep},
 };
 use tokio_stream::StreamExt as _;
@@ -36,6 +36,10 @@ const PREDECESSOR: Duration = Duration::from_secs(5);
 
 /// How long it stays without a daemon and a client: a driver that restarts is back by then.
 const IDLE: Duration = Duration::from_secs(5);
+
+/// A relay that ran this long is followed by another at once, any other a little later.
+const STEADY: Duration = Duration::from_millis(200);
+const RELAY_PAUSE: Duration = Duration::from_millis(100);
 
 /// How often it looks whether it is idle, and whether a log is too long.
 const ROUND: Duration = Duration::from_secs(1);
@@ -50,9 +54,10 @@ const UMASK: u32 = 0o117;
 #[derive(Clone)]
 struct Supervisor {
     run: RunDir,
-    daemons: Arc<Mutex<BTreeMap<RunKey, Daemon>>>,
+    daemons: Arc<Mutex<BTreeMap<DaemonKey, Daemon>>>,
     exits: broadcast::Sender<Exit>,
     clients: Arc<AtomicUsize>,
+    relay_wanted: Arc<Notify>,
 }
 
 enum Daemon {
@@ -72,9 +77,15 @@ pub async fn run(run: RunDir) -> anyhow::Result<()> {
     let _lock = lock(&run).await?;
     let socket = run.supervisor_socket();
     let (exits, _) = broadcast::channel(EXITS);
-    let supervisor =
-        Supervisor { run, daemons: Arc::default(), exits, clients: Arc::new(AtomicUsize::new(0)) };
+    let supervisor = Supervisor {
+        run,
+        daemons: Arc::default(),
+        exits,
+        clients: Arc::default(),
+        relay_wanted: Arc::default(),
+    };
     supervisor.adopt()?;
+    tokio::spawn(supervisor.clone().attend_relay());
     _ = fs::remove_file(&socket); // a predecessor's: we hold the lock
     let listener = UnixListener::bind(&socket).context(socket.display().to_string())?;
     info!(run_dir = %supervisor.run.path().display(), "supervising");
@@ -125,13 +136,18 @@ impl Supervisor {
     }
 
     fn is_idle(&self) -> bool {
+        self.clients.load(Ordering::SeqCst) == 0 && self.runs_nothing()
+    }
+
+    fn runs_nothing(&self) -> bool {
         let running = |daemon: &Daemon| matches!(daemon, Daemon::Running(_));
-        self.clients.load(Ordering::SeqCst) == 0 && !self.daemons().values().any(running)
+        !self.daemons().values().any(running)
     }
 
     fn trim_logs(&self) {
-        let of_daemons = self.daemons().keys().map(|key| self.run.volume(key).log()).collect();
-        let logs: Vec<_> = [of_daemons, vec![self.run.supervisor_log()]].concat();
+        let of_daemons = self.daemons().keys().map(|key| self.run.daemon(key).log()).collect();
+        let others = vec![self.run.supervisor_log(), self.run.relay().log()];
+        let logs: Vec<_> = [of_daemons, others].concat();
         for log in logs {
             if let Err(error) = process::trim_log(&log) {
                 warn!(log = %log.display(), %error, "cutting a log");
@@ -184,7 +200,7 @@ impl Supervisor {
     }
 
     /// Waits until the daemon does not run.
-    async fn end_of(&self, key: &RunKey) -> Reply {
+    async fn end_of(&self, key: &DaemonKey) -> Reply {
         loop {
             let mut exits = self.exits.subscribe(); // before the look, or the end could slip by
             if !matches!(self.daemons().get(key), Some(Daemon::Running(_))) {
@@ -215,11 +231,57 @@ impl Supervisor {
             let text = format!("daemon {} of {} still runs", handle.pid, spawn.key);
             return Err(io::Error::new(io::ErrorKind::ResourceBusy, text));
         }
-        let (handle, ending) = process::spawn(spawn, &self.run.volume(&spawn.key))?;
+        let beside = match &spawn.beside {
+            Some(other) => match self.daemons().get(other) {
+                Some(Daemon::Running(handle)) => Some(handle.clone()),
+                Some(Daemon::Exited { .. }) | None => {
+                    let text = format!("daemon {other} does not run");
+                    return Err(io::Error::new(io::ErrorKind::NotFound, text));
+                }
+            },
+            None => None,
+        };
+        let dir = self.run.daemon(&spawn.key);
+        let (handle, ending) = process::spawn(spawn, &dir, beside.as_ref())?;
         let pid = handle.pid;
         info!(key = %spawn.key, pid, "started");
         self.watch(spawn.key.clone(), handle, ending);
+        self.relay_wanted.notify_one();
         Ok(pid)
+    }
+
+    /// Sees to it that a relay runs for as long as a daemon does. One that ends leaves its worker,
+    /// which the next one takes over; one that has nothing to do ends by itself.
+    async fn attend_relay(self) {
+        loop {
+            if self.runs_nothing() {
+                self.relay_wanted.notified().await;
+                continue;
+            }
+            let begin = Instant::now();
+            match self.relay() {
+                Ok((handle, ending)) => {
+                    let how = Handle::ended(ending, &self.run.relay().log()).await;
+                    info!(pid = handle.pid, how, "the relay ended");
+                }
+                Err(error) => warn!(%error, "no relay"),
+            }
+            if begin.elapsed() < STEADY {
+                sleep(RELAY_PAUSE).await;
+            }
+        }
+    }
+
+    /// The relay that runs, or a new one.
+    fn relay(&self) -> io::Result<(Handle, Ending)> {
+        let dir = self.run.relay();
+        if let Some((handle, ending)) = process::find_relay(&dir)? {
+            info!(pid = handle.pid, "adopted the relay");
+            return Ok((handle, ending));
+        }
+        let (handle, ending) = process::spawn_relay(&self.run, &dir)?;
+        info!(pid = handle.pid, "started the relay");
+        Ok((handle, ending))
     }
 
     fn adopt(&self) -> io::Result<()> {
@@ -231,19 +293,19 @@ impl Supervisor {
     }
 
     /// Keeps the daemon in the books, and reports its end.
-    fn watch(&self, key: RunKey, handle: Handle, ending: Ending) {
+    fn watch(&self, key: DaemonKey, handle: Handle, ending: Ending) {
         let pid = handle.pid;
         self.daemons().insert(key.clone(), Daemon::Running(handle));
         let supervisor = self.clone();
         tokio::spawn(async move {
-            let how = Handle::ended(ending, &supervisor.run.volume(&key).log()).await;
+            let how = Handle::ended(ending, &supervisor.run.daemon(&key).log()).await;
             info!(%key, pid, how, "ended");
             supervisor.note_end(&key, pid, &how);
             _ = supervisor.exits.send(Exit { key, pid, how }); // nobody watching is fine
         });
     }
 
-    fn note_end(&self, key: &RunKey, pid: i32, how: &str) {
+    fn note_end(&self, key: &DaemonKey, pid: i32, how: &str) {
         let mut daemons = self.daemons();
         // Unless another one runs under this key already.
         if let Some(Daemon::Running(handle)) = daemons.get(key)
@@ -254,7 +316,7 @@ impl Supervisor {
     }
 
     fn list(&self) -> Vec<Process> {
-        let tell = |(key, daemon): (&RunKey, &Daemon)| {
+        let tell = |(key, daemon): (&DaemonKey, &Daemon)| {
             let (pid, state) = match daemon {
                 Daemon::Running(handle) => (handle.pid, State::Running),
                 Daemon::Exited { pid, how } => (*pid, State::Exited(how.clone())),
@@ -264,14 +326,14 @@ impl Supervisor {
         self.daemons().iter().map(tell).collect()
     }
 
-    fn signal(&self, key: &RunKey, signal: Signal) -> io::Result<()> {
+    fn signal(&self, key: &DaemonKey, signal: Signal) -> io::Result<()> {
         match self.daemons().get(key) {
             Some(Daemon::Running(handle)) => handle.signal(signal),
             Some(Daemon::Exited { .. }) | None => Ok(()),
         }
     }
 
-    fn forget(&self, key: &RunKey) -> io::Result<()> {
+    fn forget(&self, key: &DaemonKey) -> io::Result<()> {
         let mut daemons = self.daemons();
         if let Some(Daemon::Running(handle)) = daemons.get(key) {
             let text = format!("daemon {key} still runs as {}", handle.pid);
@@ -281,7 +343,7 @@ impl Supervisor {
         Ok(())
     }
 
-    fn daemons(&self) -> MutexGuard<'_, BTreeMap<RunKey, Daemon>> {
+    fn daemons(&self) -> MutexGuard<'_, BTreeMap<DaemonKey, Daemon>> {
         self.daemons.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

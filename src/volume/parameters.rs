@@ -20,13 +20,28 @@ const RESERVED: &str = "csi.storage.k8s.io/";
 pub struct Parameters {
     given: BTreeMap<String, String>,
     pool: Option<PoolName>,
+    cache: Cache,
+}
+
+/// When a write of a guest is acknowledged: parameter `cache`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Cache {
+    /// As fast as can be with nothing lost when a daemon dies: write-back where the active layer
+    /// is raw, else write-through.
+    #[default]
+    Auto,
+    /// When it is durable, whatever the guest does.
+    Writethrough,
+    /// When the kernel or the disk has it; durable after the guest's flush. With a qcow2 layer the
+    /// end of the daemon loses what was not flushed (facts/qsd.md, D2).
+    Writeback,
 }
 
 /// A parameter that says nothing we understand.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ParameterError {
     /// No such key.
-    #[error("parameters: unknown key {0:?}; known are pool, publish and format")]
+    #[error("parameters: unknown key {0:?}; known are pool, publish, format and cache")]
     Unknown(String),
     /// The key is ours, its value is not.
     #[error("parameters: {key} is {value:?}, and must be {expected}")]
@@ -49,6 +64,11 @@ impl Parameters {
         self.pool.as_ref()
     }
 
+    /// When a write is acknowledged.
+    pub fn cache(&self) -> Cache {
+        self.cache
+    }
+
     /// The parameters as they were given, without those that are not ours.
     pub fn given(&self) -> &BTreeMap<String, String> {
         &self.given
@@ -64,6 +84,7 @@ impl TryFrom<BTreeMap<String, String>> for Parameters {
             match key.as_str() {
                 "pool" => parameters.pool = Some(value.parse()?),
                 "publish" => only("publish", &value, "vhost-user")?,
+                "cache" => parameters.cache = cache(&value)?,
                 "format" => only("format", &value, "raw")?,
                 _ if key.starts_with(RESERVED) => continue,
                 _ => return Err(ParameterError::Unknown(key)),
@@ -77,6 +98,18 @@ impl TryFrom<BTreeMap<String, String>> for Parameters {
 impl From<Parameters> for BTreeMap<String, String> {
     fn from(parameters: Parameters) -> Self {
         parameters.given
+    }
+}
+
+fn cache(value: &str) -> Result<Cache, ParameterError> {
+    match value {
+        "auto" => Ok(Cache::Auto),
+        "writethrough" => Ok(Cache::Writethrough),
+        "writeback" => Ok(Cache::Writeback),
+        _ => {
+            let expected = "auto, writethrough or writeback";
+            Err(ParameterError::Value { key: "cache", value: value.to_owned(), expected })
+        }
     }
 }
 
@@ -220,6 +253,7 @@ mod test {
             ("Pool", "a", "unknown key \"Pool\""),
             ("publish", "filesystem", "publish is \"filesystem\""),
             ("format", "qcow2", "format is \"qcow2\""),
+            ("cache", "none", "cache is \"none\""),
         ] {
             let error = parameters(&[(key, value)]).unwrap_err();
             assert!(error.to_string().contains(text), "{error}");

@@ -51,7 +51,9 @@ async fn every_acknowledged_write_was_made_durable_first() {
         let pool = format!("small={}", disk.path().join("pool").display());
         let driver = Driver::start_with(&["--pool", &pool]).await;
         let mut request = create_request("pvc-1", 16 << 20);
-        request.parameters = [("pool".to_owned(), "small".to_owned())].into();
+        let parameters = [("pool", "small"), ("cache", "writethrough")];
+        request.parameters =
+            parameters.map(|(key, value)| (key.to_owned(), value.to_owned())).into();
         driver.controller().create_volume(request).await.unwrap();
         driver.stage("pvc-1").await.unwrap();
         driver.publish("pvc-1").await.unwrap();
@@ -172,14 +174,14 @@ async fn a_stranger_is_not_taken_for_a_daemon() {
     let driver = Driver::start().await;
     driver.published("pvc-1").await;
     let daemons = driver.daemons().await;
-    let (run, part) = (driver.text("run"), driver.part().display().to_string());
+    let (run, part) = (driver.text("run"), driver.part().join("a").display().to_string());
     let script = format!(
         "mount -t tmpfs none {run} && mkdir -p {part} && touch {part}/lock && \
          exec sleep 1000 < {part}/lock"
     );
     let mut stranger = Command::new("unshare").args(["-m", "sh", "-c", &script]).spawn().unwrap();
     let input = PathBuf::from(format!("/proc/{}/fd/0", stranger.id()));
-    let lock = driver.part().join("lock");
+    let lock = driver.part().join("a/lock");
     until("it poses", async || fs::read_link(&input).is_ok_and(|path| path == lock)).await;
     let first = supervisors_of(&driver.path("run"));
     signal(first[0], "KILL");

@@ -5,7 +5,7 @@ use crate::harness::{Driver, daemons_below, names, until};
 use std::{collections::BTreeSet, fs, path::Path};
 
 /// Every crash point, by the call that comes past it.
-const POINTS: [(&str, &[&str]); 6] = [
+const POINTS: [(&str, &[&str]); 7] = [
     (
         "create",
         &[
@@ -15,7 +15,7 @@ const POINTS: [(&str, &[&str]); 6] = [
             "volume-create-done",
         ],
     ),
-    ("stage", &["node-stage-intent", "node-stage-served", "node-stage-done"]),
+    ("stage", &["node-stage-intent", "node-stage-daemon", "node-stage-served", "node-stage-done"]),
     (
         "publish",
         &[
@@ -25,8 +25,9 @@ const POINTS: [(&str, &[&str]); 6] = [
             "node-publish-done",
         ],
     ),
+    ("upgrade", &["node-upgrade-beside", "node-upgrade-moved"]),
     ("unpublish", &["node-unpublish-unmounted", "node-unpublish-removed"]),
-    ("unstage", &["node-unstage-intent", "node-unstage-stopped"]),
+    ("unstage", &["node-unstage-intent", "node-unstage-relay", "node-unstage-stopped"]),
     (
         "delete",
         &[
@@ -43,6 +44,7 @@ async fn call(driver: &Driver, name: &str) -> Result<(), tonic::Status> {
         "create" => driver.try_create("pvc-1").await.map(drop),
         "stage" => driver.stage("pvc-1").await,
         "publish" => driver.publish("pvc-1").await,
+        "upgrade" => driver.upgrade("pvc-1").await.map(drop),
         "unpublish" => driver.unpublish("pvc-1").await,
         "unstage" => driver.unstage("pvc-1").await,
         "delete" => driver.delete("pvc-1").await,
@@ -69,7 +71,7 @@ async fn a_crash_at_any_point_heals_by_itself() {
                 }
                 let outcome = call(&driver, name).await;
                 outcome.unwrap_or_else(|error| panic!("{name} after {point}: {error}"));
-                if name == "publish" {
+                if name == "publish" || name == "upgrade" {
                     assert!(driver.socket("pvc-1").exists(), "{point}");
                     assert_eq!(driver.daemons().await.len(), 1, "{point}");
                 }

@@ -207,6 +207,16 @@ impl Driver {
         volumes
     }
 
+    /// Moves a volume to another daemon.
+    pub(crate) async fn upgrade(
+        &self,
+        volume_id: &str,
+    ) -> Result<inspect::UpgradeDaemonResponse, Status> {
+        let mut client = InspectClient::new(self.channel.clone());
+        let request = inspect::UpgradeDaemonRequest { volume_id: volume_id.into(), force: true };
+        client.upgrade_daemon(request).await.map(Response::into_inner)
+    }
+
     /// The process ids of all daemons that serve.
     pub(crate) async fn daemons(&self) -> Vec<i32> {
         let volumes = self.inspect().await.into_iter();
@@ -302,7 +312,8 @@ impl Driver {
         for dir in ["pool/layers", "pool/records/layers", "pool/records/volumes"] {
             assert_eq!(names(&self.path(dir)), [""; 0], "{dir}");
         }
-        let run = names(&self.path("run"));
+        let mut run = names(&self.path("run"));
+        run.retain(|name| name != "relay"); // from the first daemon on
         let own = ["boot", "supervisor.lock", "supervisor.log", "supervisor.sock"];
         assert_eq!(run, own, "the run directory");
         assert_eq!(mounts_below(self.scratch.path()), Vec::<PathBuf>::new(), "mounts");
@@ -322,14 +333,14 @@ impl Drop for Driver {
             _ = process.wait();
         }
         let scratch = self.scratch.path();
-        let rest = [supervisors_of(&self.path("run")), daemons_below(scratch)].concat();
-        for pid in &rest {
-            signal(*pid, "KILL");
-        }
-        for pid in rest {
-            let begin = Instant::now();
-            while is_alive(pid) && begin.elapsed() < LIMIT {
-                sleep(Duration::from_millis(2));
+        // In the order in which they would start each other again.
+        for pids in [supervisors_of, relays_of, |run: &Path| daemons_below(run)] {
+            for pid in pids(&self.path("run")) {
+                signal(pid, "KILL");
+                let begin = Instant::now();
+                while is_alive(pid) && begin.elapsed() < LIMIT {
+                    sleep(Duration::from_millis(2));
+                }
             }
         }
         for mount in mounts_below(scratch) {
@@ -370,20 +381,45 @@ pub(crate) fn is_alive(pid: i32) -> bool {
 
 /// The supervisors of a run directory.
 pub(crate) fn supervisors_of(run: &Path) -> Vec<i32> {
-    let run = run.display().to_string();
-    processes(|pid| {
-        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        let line = String::from_utf8_lossy(&line).into_owned();
-        let words: Vec<_> = line.split('\0').collect();
-        words.contains(&"supervisor") && words.contains(&run.as_str())
-    })
+    processes_with(run, "supervisor")
+}
+
+/// The relays of a run directory: keepers, then workers.
+pub(crate) fn relays_of(run: &Path) -> Vec<i32> {
+    let mut pids = processes_with(run, "relay");
+    pids.sort_by_key(|pid| words_of(*pid).contains(&"work".to_owned()));
+    pids
+}
+
+/// All that runs for a driver, as it would be gone after a reboot, in the order in which they would
+/// start each other again.
+pub(crate) fn all_of(driver: &Driver) -> Vec<i32> {
+    let run = driver.path("run");
+    [supervisors_of(&run), relays_of(&run), daemons_below(driver.scratch())].concat()
 }
 
 /// The storage daemons whose lock lies below a directory.
 pub(crate) fn daemons_below(dir: &Path) -> Vec<i32> {
     processes(|pid| {
-        fs::read_link(format!("/proc/{pid}/fd/0")).is_ok_and(|lock| lock.starts_with(dir))
+        let lock = fs::read_link(format!("/proc/{pid}/fd/0"));
+        lock.is_ok_and(|lock| {
+            let place = lock.parent().and_then(Path::file_name);
+            lock.starts_with(dir) && place.is_some_and(|place| place != "relay")
+        })
     })
+}
+
+fn processes_with(run: &Path, word: &str) -> Vec<i32> {
+    let (run, word) = (run.display().to_string(), word.to_owned());
+    processes(|pid| {
+        let words = words_of(pid);
+        words.contains(&word) && words.contains(&run)
+    })
+}
+
+fn words_of(pid: i32) -> Vec<String> {
+    let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    String::from_utf8_lossy(&line).split('\0').map(str::to_owned).collect()
 }
 
 fn processes(is_meant: impl Fn(i32) -> bool) -> Vec<i32> {

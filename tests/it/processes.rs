@@ -1,7 +1,7 @@
 //! Processes that come and go: drivers, supervisors, daemons, machines.
 
 use crate::{
-    harness::{Driver, daemons_below, is_alive, names, signal, supervisors_of, until},
+    harness::{Driver, all_of, daemons_below, is_alive, names, signal, supervisors_of, until},
     vm::Vm,
 };
 use std::fs;
@@ -170,8 +170,7 @@ async fn after_a_reboot_nothing_is_staged_and_everything_can_be() {
     let mut driver = Driver::start().await;
     let volume = driver.published("pvc-1").await;
     driver.kill();
-    let supervisors = supervisors_of(&driver.path("run"));
-    for pid in supervisors.into_iter().chain(daemons_below(driver.scratch())) {
+    for pid in all_of(&driver) {
         signal(pid, "KILL");
         until("it is gone", async || !is_alive(pid)).await;
     }
@@ -195,8 +194,7 @@ async fn a_run_directory_that_was_wiped_can_still_be_unpublished_and_published()
     let volume = driver.published("pvc-1").await;
     let other = driver.published("pvc-2").await;
     driver.kill();
-    let supervisors = supervisors_of(&driver.path("run"));
-    for pid in supervisors.into_iter().chain(daemons_below(driver.scratch())) {
+    for pid in all_of(&driver) {
         signal(pid, "KILL");
         until("it is gone", async || !is_alive(pid)).await;
     }

@@ -1,6 +1,6 @@
 //! The calls that `qsd-csi volume` makes, and what to do where one fails.
 
-use super::Endpoint;
+use crate::cli::Endpoint;
 use crate::{
     csi::pb::{
         csi::{self as pb, controller_client::ControllerClient, node_client::NodeClient},
@@ -16,14 +16,14 @@ use tonic::{
     transport::{Channel, Endpoint as Address},
 };
 
-pub(super) struct Client {
+pub(in crate::cli) struct Client {
     controller: ControllerClient<Channel>,
     node: NodeClient<Channel>,
     inspect: InspectClient<Channel>,
 }
 
 impl Client {
-    pub(super) async fn connect(endpoint: &Endpoint) -> anyhow::Result<Self> {
+    pub(in crate::cli) async fn connect(endpoint: &Endpoint) -> anyhow::Result<Self> {
         let channel = Address::try_from(endpoint.to_string())?.connect().await;
         let channel = channel.map_err(|error| {
             let error = anyhow::Error::from(error);
@@ -64,7 +64,7 @@ impl Client {
         self.controller.delete_volume(request).await.map(drop).map_err(|status| explain(&status))
     }
 
-    pub(super) async fn list(&mut self) -> anyhow::Result<Vec<inspect::Volume>> {
+    pub(in crate::cli) async fn list(&mut self) -> anyhow::Result<Vec<inspect::Volume>> {
         self.inspect(String::new()).await
     }
 
@@ -87,6 +87,16 @@ impl Client {
             volumes.push(volume);
         }
         Ok(volumes)
+    }
+
+    pub(in crate::cli) async fn upgrade_daemon(
+        &mut self,
+        volume_id: String,
+        force: bool,
+    ) -> anyhow::Result<inspect::UpgradeDaemonResponse> {
+        let request = inspect::UpgradeDaemonRequest { volume_id, force };
+        let response = self.inspect.upgrade_daemon(request).await;
+        Ok(response.map_err(|status| explain(&status))?.into_inner())
     }
 
     pub(super) async fn stage(&mut self, volume_id: &str, path: &str) -> anyhow::Result<()> {

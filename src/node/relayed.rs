@@ -1,0 +1,146 @@
+//! The relay, as the node sees it: which daemon it leads to, and what it has to tell.
+
+use super::{Error, Node, Service};
+use crate::{
+    chain::Chain,
+    qsd::Daemon,
+    relay::{self, Attach, Tracking},
+    run::DaemonKey,
+    volume::{RunKey, VolumeId},
+};
+use std::{collections::HashMap, time::Duration};
+use tokio::time::sleep;
+use tracing::{error, info, warn};
+
+/// How often the relay is asked whether all is well.
+const ROUND: Duration = Duration::from_secs(2);
+
+/// What the relay knows of the volumes it serves.
+pub type Relayed = HashMap<RunKey, relay::Relayed>;
+
+/// What the self-test of the storage daemon said.
+#[derive(Clone, Debug)]
+pub(super) struct Tracked {
+    pub(super) tracking: Tracking,
+    /// Why not, if it does not work.
+    pub(super) reason: String,
+}
+
+impl Node {
+    /// What the relay has to tell of the volumes; nothing while it does not answer.
+    pub async fn relayed(&self) -> Relayed {
+        let status = self.relay.look().await;
+        let volumes = status.map_or_else(Vec::new, |status| status.volumes);
+        volumes.into_iter().map(|one| (one.key.clone(), one)).collect()
+    }
+
+    /// Has the relay lead VMs to this daemon.
+    pub(super) async fn relay_to(&self, id: &VolumeId, daemon: &Daemon) -> Result<(), Error> {
+        let backend = self.config.run.daemon(daemon.key()).backend_socket();
+        let tracking = self.tracked().await.tracking;
+        let attach = Attach { key: id.run_key(), backend, tracking };
+        let fail = |source| Error::Relay { volume: id.clone(), source };
+        self.relay.attach(attach).await.map_err(fail)
+    }
+
+    /// Has the relay let go of a volume. One that does not answer finds no note of it when it does.
+    pub(super) async fn relay_no_more(&self, id: &VolumeId) -> Result<(), Error> {
+        let dir = self.dir(id);
+        let noted = dir.relay().exists() || dir.vhost_socket().exists();
+        let forgotten = dir.forget_relay().map_err(Error::run(dir.path()));
+        if !noted {
+            return forgotten;
+        }
+        match self.relay.detach(&id.run_key()).await {
+            Err(error @ relay::Error::Unreachable { .. }) => {
+                warn!(volume = %id, error = %Chain(&error), "nobody relays it");
+                forgotten
+            }
+            outcome => outcome.map_err(|source| Error::Relay { volume: id.clone(), source }),
+        }
+    }
+
+    /// Ends the daemon in the other place of the volume: what a move broke off with.
+    ///
+    /// The relay is not connected to it, so nothing is in flight there.
+    pub(super) async fn end_other(&self, serving: &DaemonKey) -> Result<(), Error> {
+        let other = DaemonKey { slot: serving.slot.other(), ..serving.clone() };
+        if self.running().await?.contains_key(&other) {
+            info!(key = %other, "ending a daemon that serves nobody");
+            self.supervisor.kill(&other).await?;
+        }
+        Ok(())
+    }
+
+    /// Whether requests outlive a daemon, found out once.
+    pub(super) async fn tracked(&self) -> Tracked {
+        let test = async || Tracked { tracking: Tracking::Works, reason: String::new() };
+        self.tracking.get_or_init(test).await.clone()
+    }
+
+    /// What is not as it should be with every volume.
+    pub(super) fn warning(&self) -> String {
+        match self.tracking.get() {
+            Some(Tracked { tracking: Tracking::Unavailable, reason }) => {
+                format!("requests do not outlive the daemon: {reason}")
+            }
+            Some(_) | None => String::new(),
+        }
+    }
+
+    /// Sees to it that the relay serves all that is staged, and ends daemons that it finds deaf.
+    pub(super) async fn watch_relay(self) {
+        loop {
+            tokio::select! {
+                () = sleep(ROUND) => self.look_after_relay().await,
+                () = self.stop.cancelled() => return,
+            }
+        }
+    }
+
+    async fn look_after_relay(&self) {
+        let served: Vec<_> = {
+            let attached = self.attached();
+            let daemon = |(id, one): (&VolumeId, &super::Attached)| match &one.service {
+                Service::Up(daemon) => Some((id.clone(), daemon.clone())),
+                Service::Down { .. } => None,
+            };
+            attached.iter().filter_map(daemon).collect()
+        };
+        if served.is_empty() {
+            return;
+        }
+        let relayed = self.relayed().await;
+        for (id, daemon) in served {
+            match relayed.get(&id.run_key()) {
+                None => self.relay_again(&id, &daemon).await,
+                Some(one) => {
+                    if one.front_end.as_ref().is_some_and(|front| front.deaf) {
+                        self.end_deaf(&id, &daemon).await;
+                    }
+                }
+            }
+        }
+    }
+
+    async fn relay_again(&self, id: &VolumeId, daemon: &Daemon) {
+        let Ok(_claim) = self.claims.claim(id) else { return };
+        let is_served = |one: super::Attached| matches!(one.service, Service::Up(now) if now.pid() == daemon.pid());
+        if !self.find(id).is_some_and(is_served) {
+            return;
+        }
+        match self.relay_to(id, daemon).await {
+            Ok(()) => info!(volume = %id, "relayed again"),
+            Err(error) => error!(volume = %id, error = %Chain(&error), "not relayed"),
+        }
+    }
+
+    /// Its requests are noted, and the next daemon does them again.
+    async fn end_deaf(&self, id: &VolumeId, daemon: &Daemon) {
+        let Ok(_claim) = self.claims.claim(id) else { return };
+        warn!(volume = %id, pid = daemon.pid(), "ending a daemon that does not answer the relay");
+        if let Err(error) = self.supervisor.kill(daemon.key()).await {
+            error!(volume = %id, error = %Chain(&error), "ending a daemon");
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! The move of a volume to another daemon under its VM: a new qemu-storage-daemon is taken up.
+//!
+//! ```text
+//! serving (slot a) ---------------------------------------------> ended
+//!        new daemon beside it (slot b), graph, export -- relay moves --> serving
+//! ```
+//!
+//! The relay notes where it leads to while nothing is in flight, and that note alone says which of
+//! two daemons serves: a crash at any instant leaves one that does and one that nobody uses, which
+//! start-up ends.
+
+use super::{Error, Node, Service};
+use crate::{
+    chain::Chain,
+    crash,
+    qsd::{self, Daemon, Launch},
+    relay,
+    run::DaemonKey,
+    volume::{Claim, Outcome, VolumeId},
+};
+use std::{path::Path, time::Duration};
+use tracing::{info, warn};
+
+/// What became of an upgrade.
+#[derive(Clone, Debug)]
+pub struct Upgrade {
+    /// `AlreadySo`: the daemon was of the newest program.
+    pub outcome: Outcome,
+    /// The daemon that serves now.
+    pub daemon: Daemon,
+    /// How long the rings of the VM stood still.
+    pub stopped: Duration,
+}
+
+/// When a daemon is replaced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum When {
+    /// If it does not run the newest program.
+    Outdated,
+    /// In any case.
+    Always,
+}
+
+impl Node {
+    /// Hands a volume over to a daemon of the newest program.
+    pub async fn upgrade(&self, claim: &Claim, when: When) -> Result<Upgrade, Error> {
+        let id = claim.volume();
+        let Some(Service::Up(old)) = self.find(id).map(|one| one.service) else {
+            return Err(Error::NotServed(id.clone()));
+        };
+        let serving = old.key().clone();
+        let next = DaemonKey { slot: serving.slot.other(), ..serving.clone() };
+        let launch = self.launch(id, next.slot)?;
+        if when == When::Outdated && runs(&old, &launch.program) {
+            let (outcome, stopped) = (Outcome::AlreadySo, Duration::ZERO);
+            return Ok(Upgrade { outcome, daemon: old, stopped });
+        }
+        self.end_other(&serving).await?;
+        let launch = Launch { beside: Some(serving), ..launch };
+        let daemon = launch.start(&self.supervisor).await.map_err(Error::daemon(id))?;
+        crash::point("node-upgrade-beside");
+        let backend = self.config.run.daemon(&next).backend_socket();
+        let stopped = match self.relay.switch(&next.volume, &backend).await {
+            Ok(stopped) => stopped,
+            Err(error) => return Err(self.stay(id, &next, error).await),
+        };
+        crash::point("node-upgrade-moved");
+        info!(volume = %id, pid = daemon.pid(), version = daemon.version(), ?stopped, "moved");
+        self.serves(id, daemon.clone(), Outcome::AlreadySo);
+        if let Err(error) = old.stop(&self.supervisor).await {
+            warn!(volume = %id, error = %Chain(&error), "ending the daemon it moved from");
+        }
+        Ok(Upgrade { outcome: Outcome::Done, daemon, stopped })
+    }
+
+    /// The relay did not move, or did and could not say so: its note tells, and the daemon that it
+    /// does not lead to goes.
+    async fn stay(&self, id: &VolumeId, next: &DaemonKey, source: relay::Error) -> Error {
+        let serving = self.serving(id);
+        if serving == *next {
+            warn!(volume = %id, "it moved all the same");
+        }
+        if let Err(error) = self.end_other(&serving).await {
+            warn!(volume = %id, error = %Chain(&error), "ending the daemon it did not move to");
+        }
+        Error::Relay { volume: id.clone(), source }
+    }
+}
+
+/// Whether a daemon runs this very program, not one that was at its path before.
+fn runs(daemon: &Daemon, program: &Path) -> bool {
+    let running = qsd::identity(Path::new(&format!("/proc/{}/exe", daemon.pid())));
+    matches!((running, qsd::identity(program)), (Ok(is), Ok(newest)) if is == newest)
+}
