@@ -4,7 +4,7 @@
 export QSD_CSI_DEPS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/qsd-csi
 export PATH := $(QSD_CSI_DEPS)/bin:$(PATH)
 
-.PHONY: setup demo test check bench
+.PHONY: setup demo test hunt check bench
 
 setup:
 	@scripts/setup
@@ -19,6 +19,12 @@ demo:
 test:
 	@scripts/setup build vm sanity
 	cargo test --workspace --locked
+
+# The loss hunts at length: everything that serves a VM is killed again and again under load. Half an hour.
+ROUNDS ?= 200
+hunt:
+	@scripts/setup build vm
+	QSD_CSI_ROUNDS=$(ROUNDS) cargo test --locked --test it survival -- --nocapture --test-threads 1
 
 check:
 	@scripts/setup build check

@@ -44,7 +44,7 @@ async fn call(driver: &Driver, name: &str) -> Result<(), tonic::Status> {
         "create" => driver.try_create("pvc-1").await.map(drop),
         "stage" => driver.stage("pvc-1").await,
         "publish" => driver.publish("pvc-1").await,
-        "upgrade" => driver.upgrade("pvc-1").await.map(drop),
+        "upgrade" => driver.upgrade("pvc-1").await,
         "unpublish" => driver.unpublish("pvc-1").await,
         "unstage" => driver.unstage("pvc-1").await,
         "delete" => driver.delete("pvc-1").await,

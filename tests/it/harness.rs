@@ -207,13 +207,26 @@ impl Driver {
         volumes
     }
 
-    /// Moves a volume to another daemon.
-    pub(crate) async fn upgrade(
+    /// Moves a volume to another daemon, whatever it has.
+    pub(crate) async fn upgrade(&self, volume_id: &str) -> Result<(), Status> {
+        self.move_daemon(volume_id, true).await.map(drop)
+    }
+
+    /// Moves a volume to the newest daemon.
+    pub(crate) async fn try_upgrade(
         &self,
         volume_id: &str,
     ) -> Result<inspect::UpgradeDaemonResponse, Status> {
+        self.move_daemon(volume_id, false).await
+    }
+
+    async fn move_daemon(
+        &self,
+        volume_id: &str,
+        force: bool,
+    ) -> Result<inspect::UpgradeDaemonResponse, Status> {
         let mut client = InspectClient::new(self.channel.clone());
-        let request = inspect::UpgradeDaemonRequest { volume_id: volume_id.into(), force: true };
+        let request = inspect::UpgradeDaemonRequest { volume_id: volume_id.into(), force };
         client.upgrade_daemon(request).await.map(Response::into_inner)
     }
 
@@ -422,7 +435,7 @@ fn words_of(pid: i32) -> Vec<String> {
     String::from_utf8_lossy(&line).split('\0').map(str::to_owned).collect()
 }
 
-fn processes(is_meant: impl Fn(i32) -> bool) -> Vec<i32> {
+pub(crate) fn processes(is_meant: impl Fn(i32) -> bool) -> Vec<i32> {
     let entries = fs::read_dir("/proc").unwrap().flatten();
     let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
     pids.filter(|pid| is_meant(*pid)).collect()

@@ -1,0 +1,3 @@
+//! The relay by itself.
+
+pub(crate) mod process;
