@@ -28,6 +28,7 @@ mod keep;
 mod keeper;
 mod kept;
 mod link;
+mod memory;
 mod message;
 mod protocol;
 mod said;

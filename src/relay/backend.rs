@@ -5,6 +5,7 @@
 
 use super::{
     inflight::Inflight,
+    memory,
     message::{CONFIG_CHANGE, Code, Message, feature, protocol},
     said::{Item, RingItem, Said, Word},
     wire::{self, Received},
@@ -27,6 +28,10 @@ use std::{
 /// How long a back-end may take for one answer. QSD's main loop answers within 0.1 ms; a monitor
 /// command that opens an image may keep it for some hundred.
 pub(super) const ANSWER: Duration = Duration::from_secs(5);
+
+/// Setters that are sent before the first of them is confirmed: far fewer than fill the buffers of a
+/// socket, where both sides would wait for each other.
+const BATCH: usize = 32;
 
 /// What the relay never offers (facts/relay.md sections 2 and 6): guests flush, and volumes may
 /// move between versions of QSD.
@@ -195,66 +200,92 @@ impl Backend {
         said: &Said,
         inflight: Option<&Inflight>,
     ) -> Result<(), Error> {
-        if let Some(word) = said.get(Item::Inflight) {
-            self.set("inflight buffer", word)?;
-        }
-        for ring in said.rings() {
-            if let Some(inflight) = inflight {
-                inflight.keep(ring);
+        let rings = said.rings();
+        let mut words: Vec<_> = said.get(Item::Inflight).cloned().into_iter().collect();
+        for ring in &rings {
+            match inflight {
+                Some(inflight) => {
+                    inflight.keep(*ring);
+                    words.extend(said.of_ring(*ring).cloned());
+                }
+                None => words.extend(said.of_ring(*ring).map(|word| reached(said, *ring, word))),
             }
-            for word in said.of_ring(ring) {
-                self.set("ring", word)?;
-            }
         }
+        self.set_all("rings", &words)?;
         for ring in said.started() {
             wake(said, ring);
         }
         Ok(())
     }
 
-    /// Swaps the kick of a running ring: for a silent one, and it fetches no more requests; for the
-    /// front-end's, and it goes on. What it holds goes on meanwhile (facts/relay.md section 5).
-    pub(super) fn swap_kick(
+    /// Swaps the kicks of running rings: for silent ones, and they fetch no more requests; for the
+    /// front-end's, and they go on. What they hold goes on meanwhile (facts/relay.md section 5).
+    pub(super) fn swap_kicks(
         &self,
         said: &Said,
-        ring: u32,
+        rings: &[u32],
         inflight: &Inflight,
         kick: Kick,
     ) -> Result<(), Error> {
-        let Some(word) = said.get(Item::Ring(ring, RingItem::Kick)) else { return Ok(()) };
-        inflight.forget(ring); // or it would do again what it is doing
-        match kick {
-            Kick::FrontEnd => {
-                self.set("resuming", word)?;
-                wake(said, ring);
-                Ok(())
-            }
-            Kick::Silent => {
-                let silent = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-                let silent = silent.map_err(|error| Error::Inflight(error.into()))?;
-                let descriptors = vec![Arc::new(silent)];
-                self.set("parking", &Word { message: word.message.clone(), descriptors })
+        let mut words = Vec::new();
+        for ring in rings {
+            let Some(word) = said.get(Item::Ring(*ring, RingItem::Kick)) else { continue };
+            inflight.forget(*ring); // or it would do again what it is doing
+            words.push(match kick {
+                Kick::FrontEnd => word.clone(),
+                Kick::Silent => {
+                    let silent = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+                    let silent = silent.map_err(|error| Error::Inflight(error.into()))?;
+                    Word { message: word.message.clone(), descriptors: vec![Arc::new(silent)] }
+                }
+            });
+        }
+        self.set_all("kicks", &words)?;
+        if kick == Kick::FrontEnd {
+            for ring in rings {
+                wake(said, *ring);
             }
         }
+        Ok(())
     }
 
     /// Passes on what a front-end set; returns when it is done.
     pub(super) fn set(&self, what: &'static str, word: &Word) -> Result<(), Error> {
-        let confirmed = self.protocol & protocol::REPLY_ACK != 0;
-        let is_log = word.message.request == Code::SetLogBase.number();
-        let message = word.message.asking(confirmed);
+        self.say(what, word)?;
+        self.confirm(what, word)
+    }
+
+    /// The same for many, without waiting for each: a ring that is moved stands still meanwhile.
+    fn set_all(&self, what: &'static str, words: &[Word]) -> Result<(), Error> {
+        for batch in words.chunks(BATCH) {
+            batch.iter().try_for_each(|word| self.say(what, word))?;
+            batch.iter().try_for_each(|word| self.confirm(what, word))?;
+        }
+        Ok(())
+    }
+
+    fn say(&self, what: &'static str, word: &Word) -> Result<(), Error> {
+        let message = word.message.asking(self.confirms());
         let descriptors: Vec<_> = word.descriptors.iter().map(|fd| fd.as_fd()).collect();
-        wire_send(what, &self.socket, &message, &descriptors)?;
+        wire_send(what, &self.socket, &message, &descriptors)
+    }
+
+    fn confirm(&self, what: &'static str, word: &Word) -> Result<(), Error> {
+        let is_log = word.message.request == Code::SetLogBase.number();
         let has_answer = is_log && self.protocol & protocol::LOG_SHMFD != 0;
-        if !(confirmed || has_answer) {
+        if !(self.confirms() || has_answer) {
             return Ok(());
         }
-        let (reply, _) = self.reply_to(what, &message)?;
+        let (reply, _) = self.reply_to(what, &word.message)?;
         match reply.as_number() {
             Some(0) => Ok(()),
             _ if is_log => Ok(()), // its answer has no meaning
             answer => Err(Error::Answer { what, answer: format!("{answer:?}") }),
         }
+    }
+
+    fn confirms(&self) -> bool {
+        self.protocol & protocol::REPLY_ACK != 0
     }
 
     /// Asks what a front-end asked.
@@ -337,6 +368,18 @@ fn reply_to(what: &'static str, socket: &OwnedFd, message: &Message) -> Result<R
     }
     let answer = format!("with a reply to {}", received.0.request);
     Err(Error::Answer { what, answer })
+}
+
+/// What was said of a ring, but beginning where the back-end before came to.
+fn reached(said: &Said, ring: u32, word: &Word) -> Word {
+    let is_base = word.message.request == Code::SetVringBase.number();
+    match memory::used_index(said, ring) {
+        Ok(index) if is_base => Word {
+            message: Message::ring(Code::SetVringBase, ring, index.into()),
+            descriptors: Vec::new(),
+        },
+        Ok(_) | Err(_) => word.clone(),
+    }
 }
 
 /// Whoever waits for an event that the last back-end did not send, or did not see, gets one.

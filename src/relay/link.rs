@@ -372,9 +372,8 @@ impl Session {
     fn drain(&mut self, place: &mut Place, rings: &[(u32, u32)]) -> Result<(), Lost> {
         self.begin_exchange(place);
         let (Some(inflight), Link::Up(up)) = (&self.inflight, &self.link) else { return Ok(()) };
-        for (ring, _) in rings {
-            up.backend.swap_kick(&self.said, *ring, inflight, Kick::Silent)?;
-        }
+        let numbers: Vec<_> = rings.iter().map(|(ring, _)| *ring).collect();
+        up.backend.swap_kicks(&self.said, &numbers, inflight, Kick::Silent)?;
         let begin = Instant::now();
         while !inflight.held(rings).is_empty() {
             if has_ended(&up.backend.socket) {
@@ -429,9 +428,8 @@ impl Session {
         self.begin_exchange(place);
         let (Some(inflight), Link::Up(up)) = (&self.inflight, &mut self.link) else { return true };
         up.busy = None;
-        let mut started = self.said.started().into_iter();
-        let resumed = started
-            .try_for_each(|ring| up.backend.swap_kick(&self.said, ring, inflight, Kick::FrontEnd));
+        let rings = self.said.started();
+        let resumed = up.backend.swap_kicks(&self.said, &rings, inflight, Kick::FrontEnd);
         if let Err(error) = resumed {
             self.lose(place, Lost::from(error));
         }

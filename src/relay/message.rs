@@ -252,6 +252,11 @@ impl Message {
         Self::new(code, number.to_le_bytes().to_vec())
     }
 
+    /// A message that sets a number of a ring.
+    pub(super) fn ring(code: Code, ring: u32, number: u32) -> Self {
+        Self::new(code, [ring.to_le_bytes(), number.to_le_bytes()].concat())
+    }
+
     /// A request for an inflight buffer for so many rings of so many entries.
     pub(super) fn inflight(rings: u16, ring_size: u16) -> Self {
         let mut body = vec![0; 16];

@@ -169,6 +169,19 @@ impl Said {
         regions
     }
 
+    /// The region in which an address of the front-end lies, and its file.
+    pub(super) fn region_of(&self, user: u64) -> Option<(Region, &Arc<OwnedFd>)> {
+        self.iter().find_map(|(_, word)| {
+            let regions = match word.message.parse(word.descriptors.len()) {
+                Ok(Request::SetMemTable(table)) => table,
+                Ok(Request::AddMemReg(region)) => vec![region],
+                Ok(_) | Err(_) => return None,
+            };
+            let mut files = regions.into_iter().zip(&word.descriptors);
+            files.find(|(one, _)| (one.user..one.user + one.size).contains(&user))
+        })
+    }
+
     fn ring_size(&self, ring: u32) -> Option<u32> {
         let word = self.get(Item::Ring(ring, RingItem::Size))?;
         match word.message.parse(0) {
