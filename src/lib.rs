@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  kubelet, sidecars, `qsd-csi volume`          VMs: QEMU with vhost-user-blk
-//!        | CSI + Inspect, one unix socket             | vhost.sock, data through shared memory
+//!        | CSI + Inspect, one unix socket             | vhost.sock   ^ data: shared memory
 //!  +-----v------------------------------------+       |
 //!  | csi      parse, claim, call, answer      |       |
 //!  |  |    \                                  |       |
@@ -12,10 +12,11 @@
 //!  |  |   \   v   v                           |       |
 //!  |  |    | pool store   records and layers  |       |
 //!  |  v    v                                  |       |
-//!  | supervisor::Client  qsd                  |       |
-//!  +---|------------------|-------------------+       |
-//!      | JSON lines       | QMP                       |
-//!  qsd-csi supervisor -- parent of --> qemu-storage-daemon x volumes
+//!  | supervisor, relay    qsd                 |       |              |
+//!  +---|------------------|-------------------+       |              |
+//!      | JSON lines       | QMP                qsd-csi relay         |
+//!  qsd-csi supervisor     +-------------------------+ | back.sock    |
+//!      +-- parent of relay and of --> qemu-storage-daemon x volumes -+
 //! ```
 //!
 //! Arrows point down only. `units`, `volume::id` and the parsing of parameters are the pure core.

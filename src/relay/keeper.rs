@@ -84,6 +84,7 @@ pub(super) fn run(run: RunDir) -> anyhow::Result<()> {
         keeper.round()?;
     }
     info!("nothing to keep; ending");
+    _ = fs::remove_file(&path); // ours: the supervisor runs one at a time
     Ok(())
 }
 

@@ -65,6 +65,7 @@ pub(super) fn run(run: RunDir) -> anyhow::Result<()> {
             worker.leave_if_orphaned();
         } else if worker.volumes().is_empty() {
             info!("nothing to relay; ending");
+            _ = fs::remove_file(&path); // ours, as long as we hold the lock
             return Ok(());
         } else {
             worker.keep.renew();

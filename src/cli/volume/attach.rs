@@ -78,7 +78,8 @@ pub(super) async fn attach(
 
 /// The command line of a VM with this disk.
 ///
-/// vhost-user needs the guest's memory shared; `reconnect-ms` lets it outlive its daemon.
+/// vhost-user needs the guest's memory shared. The disk outlives its daemon by itself;
+/// `reconnect-ms` lets it also outlive a relay of which nothing is left.
 fn qemu(socket: &str) -> Vec<String> {
     let chardev = format!("socket,id=disk0,path={},reconnect-ms=200", socket.replace(',', ",,"));
     let device = "vhost-user-blk-pci,chardev=disk0";
