@@ -316,6 +316,9 @@ async fn metrics_tell_of_calls_daemons_and_pools() {
         "qsd_csi_daemons 1",
         "qsd_csi_volumes 1",
         "qsd_csi_pool_promised_bytes{pool=\"main\"} 1073741824",
+        "qsd_csi_relay_requests_in_flight{volume=\"pvc-1\"} 0",
+        "qsd_csi_relay_connected_since{volume=\"pvc-1\"} 0",
+        "qsd_csi_relay_handovers_total{volume=\"pvc-1\"} 0",
     ] {
         assert!(text.contains(line), "{line} is not in\n{text}");
     }

@@ -4,7 +4,10 @@
 //! measured is printed.
 
 use crate::{
-    harness::{Dice, Driver, GIB, create_request, part, relays_of, signal, supervisors_of, until},
+    harness::{
+        Dice, Driver, GIB, create_request, daemons_below, part, relays_of, signal, supervisors_of,
+        until,
+    },
     hunt::{self, Outcome, assert_holds},
     qsd::{Image, Qsd},
     relay::process::{Relay, key},
@@ -242,6 +245,49 @@ async fn a_volume_moves_between_versions_under_load() {
     driver.assert_empty().await;
 }
 
+/// Whatever a move broke off at, one daemon serves, and the other is gone.
+#[tokio::test]
+async fn relays_and_drivers_die_in_the_middle_of_moves() {
+    let mut work = Work::begin(Driver::start().await).await;
+    let run = work.driver.path("run");
+    let mut dice = Dice::new(10);
+    let mut moved = 0;
+    for _ in 0..rounds(8) {
+        a_while(&mut dice).await;
+        let worker = relays_of(&run).pop().unwrap();
+        let killer = tokio::task::spawn_blocking({
+            let delay = Duration::from_micros(dice.roll(30_000));
+            move || {
+                std::thread::sleep(delay);
+                signal(worker, "KILL");
+            }
+        });
+        moved += u32::from(work.driver.upgrade("pvc-1").await.is_ok());
+        killer.await.unwrap();
+        until("one daemon serves", async || one_daemon_serves(&work.driver).await).await;
+    }
+    for point in ["node-upgrade-beside", "node-upgrade-moved"] {
+        work.driver.kill();
+        work.driver.launch(&[], Some(point));
+        work.driver.answers().await;
+        a_while(&mut dice).await;
+        work.driver.upgrade("pvc-1").await.unwrap_err();
+        assert!(!work.driver.ended().success(), "{point}");
+        work.driver.launch(&[], None);
+        work.driver.answers().await;
+        until("one daemon serves", async || one_daemon_serves(&work.driver).await).await;
+    }
+    eprintln!("{moved} moves came to their end, the others began anew");
+    let driver = work.end("moves broken off").await;
+    driver.remove("pvc-1").await;
+    driver.assert_empty().await;
+}
+
+async fn one_daemon_serves(driver: &Driver) -> bool {
+    let serving = driver.daemons().await;
+    connected(driver).await && serving.len() == 1 && daemons_below(driver.scratch()) == serving
+}
+
 #[tokio::test]
 async fn relays_die_and_no_guest_notices() {
     let work = Work::begin(Driver::start().await).await;
@@ -374,6 +420,86 @@ async fn a_second_vm_is_refused_at_once_and_the_first_goes_on() {
     let volume = work.driver.inspect().await.remove(0);
     assert!(volume.attachment.unwrap().relay.unwrap().refused >= 3);
     let driver = work.end("beside refused ones").await;
+    driver.remove("pvc-1").await;
+}
+
+/// Where the self-test finds that requests are not noted, the relay passes through.
+#[tokio::test]
+async fn a_daemon_that_notes_no_requests_is_served_as_plainly_as_without_a_relay() {
+    let mut qsd = Qsd::on(Image::Raw).start().await;
+    let relay = Relay::start();
+    let socket = relayed(&relay, 1, &qsd.socket(0));
+    let attach = json!({ "key": key(1), "backend": qsd.socket(0), "tracking": "unavailable" });
+    assert_eq!(relay.ask(&json!({ "attach": attach })), "done");
+    let mut vm = Vm::on(&socket).without_reconnect().cpus(2).queues(2).boot().await;
+    let job = hunt::begin(&mut vm, "").await;
+    sleep(Duration::from_secs(1)).await;
+    let (outcome, table) = hunt::end(&mut vm, job).await;
+    outcome.assert_clean();
+    let pause = relay.ask(&json!({ "pause": { "key": key(1), "most_ms": 1000 } }));
+    assert!(pause["refused"].as_str().unwrap().contains("does not note requests"), "{pause}");
+    let elsewhere = json!({ "switch": { "key": key(1), "backend": qsd.path("none") } });
+    assert!(relay.ask(&elsewhere)["refused"].is_string());
+    // While nothing is in flight the next daemon goes on where this one ended.
+    qsd.kill();
+    qsd.launch().await;
+    until("it serves again", async || relay.status(&key(1))["losses"] == 1).await;
+    vm.run("hunt verify /dev/vda --table /tmp/table").await;
+    vm.assert_no_errors().await;
+    vm.power_off().await;
+    assert_holds(&qsd.flat(), &table);
+}
+
+/// A fence for snapshots of several volumes: requests are held back, and a holder who dies does not
+/// hold them for ever.
+#[tokio::test]
+async fn requests_are_held_back_and_let_go() {
+    let qsd = Qsd::on(Image::Raw).start().await;
+    let relay = Relay::start();
+    let socket = relayed(&relay, 1, &qsd.socket(0));
+    let mut vm = Vm::on(&socket).without_reconnect().cpus(2).queues(2).boot().await;
+    let job = hunt::begin(&mut vm, "").await;
+    let writes = || {
+        let io = fs::read_to_string(format!("/proc/{}/io", qsd.pid())).unwrap();
+        let line = io.lines().find_map(|line| line.strip_prefix("write_bytes: "));
+        line.unwrap().parse::<u64>().unwrap()
+    };
+    let mut dice = Dice::new(11);
+    let mut times = Vec::new();
+    for _ in 0..rounds(5).min(100) {
+        a_while(&mut dice).await;
+        let begin = Instant::now();
+        let pause = json!({ "pause": { "key": key(1), "most_ms": 10_000 } });
+        assert_eq!(relay.ask(&pause), "done");
+        times.push(begin.elapsed());
+        let (status, before) = (relay.status(&key(1)), writes());
+        assert_eq!(status["front_end"]["paused"], true);
+        assert_eq!(status["front_end"]["in_flight"], 0);
+        sleep(Duration::from_millis(50)).await;
+        assert_eq!(writes(), before, "something was written all the same");
+        assert_eq!(relay.ask(&json!({ "resume": key(1) })), json!({ "resumed": true }));
+        let before = writes();
+        until("it writes again", async || writes() > before).await;
+    }
+    tell("requests held back", times);
+    let pause = json!({ "pause": { "key": key(1), "most_ms": 200 } });
+    assert_eq!(relay.ask(&pause), "done");
+    until("nobody resumes", async || relay.status(&key(1))["front_end"]["paused"] == false).await;
+    assert_eq!(relay.ask(&json!({ "resume": key(1) })), json!({ "resumed": false }));
+    let (outcome, table) = hunt::end(&mut vm, job).await;
+    outcome.assert_clean();
+    vm.assert_no_errors().await;
+    vm.power_off().await;
+    assert_holds(&qsd.flat(), &table);
+}
+
+#[tokio::test]
+async fn of_several_storage_daemons_the_newest_runs() {
+    let newer = part("bin/qemu-storage-daemon-newer").display().to_string();
+    let driver = Driver::start_with(&["--qsd", &newer]).await;
+    driver.published("pvc-1").await;
+    let version = driver.inspect().await.remove(0).attachment.unwrap().daemon.unwrap().version;
+    assert!(!version.starts_with("10."), "{version}");
     driver.remove("pvc-1").await;
 }
 
