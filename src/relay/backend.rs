@@ -11,7 +11,7 @@ use super::{
     wire::{self, Received},
 };
 use rustix::{
-    event::{EventfdFlags, eventfd},
+    event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll},
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with, sockopt},
 };
 use std::{
@@ -22,7 +22,8 @@ use std::{
     },
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
+    thread::sleep,
+    time::{Duration, Instant},
 };
 
 /// How long a back-end may take for one answer. QSD's main loop answers within 0.1 ms; a monitor
@@ -241,12 +242,33 @@ impl Backend {
             });
         }
         self.set_all("kicks", &words)?;
-        if kick == Kick::FrontEnd {
-            for ring in rings {
-                wake(said, *ring);
+        match kick {
+            Kick::FrontEnd => {
+                for ring in rings {
+                    wake(said, *ring);
+                }
+                Ok(())
             }
+            Kick::Silent => self.settle(&words),
         }
-        Ok(())
+    }
+
+    /// Waits until the back-end fetches no more. QSD 11 writes a kick once when it gets it, so it
+    /// looks into the ring once more, and that may be after its answer; not so QSD 10.
+    fn settle(&self, silent: &[Word]) -> Result<(), Error> {
+        let begin = Instant::now();
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let events = silent.iter().flat_map(|word| &word.descriptors);
+        let mut fds: Vec<_> = events.map(|event| PollFd::new(event, PollFlags::IN)).collect();
+        while poll(&mut fds, Some(&now)) != Ok(0) {
+            if begin.elapsed() > ANSWER {
+                let source = wire::Error::Deadline;
+                return Err(Error::Wire { what: "parking", source });
+            }
+            sleep(Duration::from_micros(20));
+        }
+        // It has taken the kicks; what that leads to it does before it answers anything again.
+        ask_number(&self.socket, Code::GetFeatures).map(drop)
     }
 
     /// Passes on what a front-end set; returns when it is done.
