@@ -20,6 +20,8 @@
 //!    | protocol, client what the driver says   +--> said, inflight  |
 //!                                              +--> wire, message --+
 //! ```
+//!
+//! What it relies on is no promise of QSD's, so each version is tried first: `self_test`.
 
 mod backend;
 mod client;
@@ -32,6 +34,7 @@ mod memory;
 mod message;
 mod protocol;
 mod said;
+mod self_test;
 mod session;
 mod volume;
 mod wire;
@@ -40,6 +43,7 @@ mod worker;
 pub use backend::Tracking;
 pub use client::{Client, Error};
 pub use protocol::{Attach, FrontEnd, Relayed, Status};
+pub use self_test::{REQUESTS_PER_SECOND, self_test};
 
 use crate::run::RunDir;
 

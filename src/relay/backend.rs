@@ -113,7 +113,12 @@ impl Tracking {
 impl Backend {
     /// Connects and asks what the back-end can do.
     pub(super) fn connect(path: &Path) -> Result<Self, Error> {
-        let socket = open(path)
+        Self::connect_within(path, ANSWER)
+    }
+
+    /// The same, where every answer has this deadline.
+    pub(super) fn connect_within(path: &Path, answer: Duration) -> Result<Self, Error> {
+        let socket = open(path, answer)
             .map_err(|source| Error::Connect { path: path.to_owned(), source: source.into() })?;
         let none = Abilities { features: 0, protocol: 0, queues: 1, memory_slots: 0 };
         let socket = Arc::new(socket);
@@ -352,14 +357,14 @@ pub(super) enum Kick {
 /// No descriptors.
 pub(super) const NOTHING: &[OwnedFd] = &[];
 
-fn open(path: &Path) -> rustix::io::Result<OwnedFd> {
+fn open(path: &Path, answer: Duration) -> rustix::io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     // Not blocking: where the queue of a daemon that hangs is full, the next attempt waits.
     connect(&socket, &SocketAddrUnix::new(path)?)?;
     rustix::io::ioctl_fionbio(&socket, false)?;
-    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(ANSWER))?;
-    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(ANSWER))?;
+    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(answer))?;
+    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(answer))?;
     Ok(socket)
 }
 

@@ -44,7 +44,7 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 const REST: Duration = Duration::from_secs(5);
 
 /// Entries of a ring in an inflight buffer of our own: the most a ring can have.
-const OWN_RING_SIZE: u16 = 1024;
+pub(super) const OWN_RING_SIZE: u16 = 1024;
 
 /// Why a session ends.
 #[derive(Debug, thiserror::Error)]
