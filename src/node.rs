@@ -18,6 +18,7 @@ mod publish;
 mod recover;
 mod relayed;
 mod stage;
+mod trial;
 mod upgrade;
 
 pub use host::{Error as HostError, HostPath};
@@ -38,15 +39,14 @@ use crate::{
     },
 };
 use attachment::Attachment;
-use relayed::Tracked;
 use std::{
     collections::HashMap,
     io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
-use tokio::sync::OnceCell;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use trial::Trials;
 
 /// Why the node said no.
 #[derive(Debug, thiserror::Error)]
@@ -168,6 +168,14 @@ pub enum Error {
     /// No supervisor can be had.
     #[error(transparent)]
     Supervisor(#[from] supervisor::Error),
+    /// The daemon that a program is tried with cannot be had.
+    #[error("trying {}", program.display())]
+    Trial {
+        /// The program.
+        program: PathBuf,
+        /// Why not.
+        source: qsd::Error,
+    },
     /// The relay does not serve the volume.
     #[error("relay of volume {volume}")]
     Relay {
@@ -201,7 +209,7 @@ pub struct Node {
     volumes: Arc<Volumes>,
     supervisor: supervisor::Client,
     relay: relay::Client,
-    tracking: Arc<OnceCell<Tracked>>,
+    trials: Arc<Trials>,
     claims: InFlight,
     attached: Arc<Mutex<HashMap<VolumeId, Attached>>>,
     tasks: TaskTracker,
@@ -277,7 +285,10 @@ impl Node {
             socket: dir.vhost_socket(),
             monitor: dir.daemon(self.slot(volume)).debug_monitor(),
             restarts: attached.restarts,
-            warning: self.warning(),
+            warning: match &attached.service {
+                Service::Up(daemon) => self.warning(daemon),
+                Service::Down { .. } => String::new(),
+            },
             daemon: match attached.service {
                 Service::Up(daemon) => Ok(daemon),
                 Service::Down { reason } => Err(reason),

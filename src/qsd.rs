@@ -8,7 +8,7 @@ mod graph;
 mod monitor;
 mod program;
 
-pub use daemon::{Daemon, Error, Launch};
+pub use daemon::{Daemon, Error, Launch, start_trial};
 pub use graph::{Durability, QUEUES};
 pub use monitor::{Command, Error as MonitorError, Monitor};
-pub use program::{Programs, identity};
+pub use program::{Identity, Programs, identity};

@@ -310,6 +310,11 @@ impl VolumeDir {
 pub struct DaemonDir(PathBuf);
 
 impl DaemonDir {
+    /// The directory itself.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
     /// Locked by the daemon while it lives.
     pub fn lock(&self) -> PathBuf {
         self.0.join("lock")

@@ -90,7 +90,9 @@ impl From<node::Error> for Status {
                 Code::AlreadyExists
             }
             node::Error::NotAt { .. } => Code::NotFound,
-            node::Error::Daemon { source, .. } => daemon_code(source),
+            node::Error::Daemon { source, .. } | node::Error::Trial { source, .. } => {
+                daemon_code(source)
+            }
             node::Error::Supervisor(_) | node::Error::Relay { .. } => Code::Unavailable,
             node::Error::Store { source, .. } => io_code(source.io_kind()),
             node::Error::Run { source, .. } => io_code(Some(source.kind())),

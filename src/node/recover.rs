@@ -55,7 +55,7 @@ impl Node {
             volumes,
             supervisor,
             relay,
-            tracking: Arc::default(),
+            trials: Arc::default(),
             claims: InFlight::default(),
             attached: Arc::default(),
             tasks: TaskTracker::new(),
@@ -65,6 +65,7 @@ impl Node {
         let exits = node.supervisor.watch().await?;
         let running = node.running().await?;
         node.forget_earlier_boot(&running)?;
+        node.try_newest().await;
         let begin = Instant::now();
         let keys = node.config.run.keys().map_err(Error::run(node.config.run.path()))?;
         let count = keys.len();

@@ -4,7 +4,7 @@ use super::{Error, Node, Service};
 use crate::{
     chain::Chain,
     qsd::Daemon,
-    relay::{self, Attach, Tracking},
+    relay::{self, Attach},
     run::DaemonKey,
     volume::{RunKey, VolumeId},
 };
@@ -18,14 +18,6 @@ const ROUND: Duration = Duration::from_secs(2);
 /// What the relay knows of the volumes it serves.
 pub type Relayed = HashMap<RunKey, relay::Relayed>;
 
-/// What the self-test of the storage daemon said.
-#[derive(Clone, Debug)]
-pub(super) struct Tracked {
-    pub(super) tracking: Tracking,
-    /// Why not, if it does not work.
-    pub(super) reason: String,
-}
-
 impl Node {
     /// What the relay has to tell of the volumes; nothing while it does not answer.
     pub async fn relayed(&self) -> Relayed {
@@ -37,7 +29,7 @@ impl Node {
     /// Has the relay lead VMs to this daemon.
     pub(super) async fn relay_to(&self, id: &VolumeId, daemon: &Daemon) -> Result<(), Error> {
         let backend = self.config.run.daemon(daemon.key()).backend_socket();
-        let tracking = self.tracked().await.tracking;
+        let tracking = self.tracking(daemon).await?;
         let attach = Attach { key: id.run_key(), backend, tracking };
         let fail = |source| Error::Relay { volume: id.clone(), source };
         self.relay.attach(attach).await.map_err(fail)
@@ -70,22 +62,6 @@ impl Node {
             self.supervisor.kill(&other).await?;
         }
         Ok(())
-    }
-
-    /// Whether requests outlive a daemon, found out once.
-    pub(super) async fn tracked(&self) -> Tracked {
-        let test = async || Tracked { tracking: Tracking::Works, reason: String::new() };
-        self.tracking.get_or_init(test).await.clone()
-    }
-
-    /// What is not as it should be with every volume.
-    pub(super) fn warning(&self) -> String {
-        match self.tracking.get() {
-            Some(Tracked { tracking: Tracking::Unavailable, reason }) => {
-                format!("requests do not outlive the daemon: {reason}")
-            }
-            Some(_) | None => String::new(),
-        }
     }
 
     /// Sees to it that the relay serves all that is staged, and ends daemons that it finds deaf.

@@ -21,7 +21,11 @@ use crate::{
     volume::Layer,
 };
 use serde_json::{Value, json};
-use std::{io, path::PathBuf, time::Duration};
+use std::{
+    io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 use tokio::time::{Instant, sleep, timeout};
 use tracing::warn;
 
@@ -84,44 +88,50 @@ const FLUSH: Duration = Duration::from_secs(10);
 /// How often a monitor that is not there yet is tried.
 const RETRY: Duration = Duration::from_millis(1);
 
+/// A daemon to be started, and what it is to be told.
+struct Start<'a> {
+    key: &'a DaemonKey,
+    program: &'a Path,
+    dir: &'a DaemonDir,
+    exclusive: &'a Path,
+    beside: Option<&'a DaemonKey>,
+    commands: Vec<Command>,
+}
+
+/// Starts a daemon of nobody, with an empty disk that lets so many requests pass a second, exported
+/// like a volume: to try what a program does. It is to be ended by its key.
+pub async fn start_trial(
+    key: &DaemonKey,
+    program: &Path,
+    dir: &DaemonDir,
+    requests_per_second: u32,
+    supervisor: &supervisor::Client,
+) -> Result<(), Error> {
+    let exclusive = dir.path();
+    let commands = graph::trial(requests_per_second, &dir.backend_socket());
+    let start = Start { key, program, dir, exclusive, beside: None, commands };
+    start.run(supervisor).await.map(drop)
+}
+
 impl Launch {
     /// Starts the daemon, builds its graph and opens its export.
-    ///
-    /// An attempt that fails leaves no process. A refusal is final, and so is an end before the
-    /// handshake, which has a reason; a daemon that hangs or is deaf gets another attempt.
     pub async fn start(&self, supervisor: &supervisor::Client) -> Result<Daemon, Error> {
-        let mut attempt = 1;
-        loop {
-            let error = match self.attempt(supervisor).await {
-                Ok(daemon) => return Ok(daemon),
-                Err(error) => error,
-            };
-            supervisor.kill(&self.key).await?;
-            if !error.may_pass() || attempt == ATTEMPTS {
-                return Err(error);
-            }
-            warn!(key = %self.key, attempt, error = %Chain(&error), "a daemon did not start well");
-            attempt += 1;
-        }
-    }
-
-    async fn attempt(&self, supervisor: &supervisor::Client) -> Result<Daemon, Error> {
-        let pid = supervisor.spawn(self.process()).await?;
-        let monitor = tokio::select! {
-            monitor = self.monitor() => monitor?,
-            end = self.end(supervisor) => return Err(end),
-        };
+        let active = self.layers.first().expect("a volume has a layer");
         let plan = Plan {
             layers: &self.layers,
             socket: &self.dir.backend_socket(),
             durability: self.durability,
             sharing: if self.beside.is_some() { Sharing::Handover } else { Sharing::Alone },
         };
-        for command in graph::commands(plan) {
-            monitor.execute(command).await?;
-        }
-        let version = version(&monitor).await?;
-        Ok(Daemon { key: self.key.clone(), monitor, pid, version, since: Instant::now() })
+        let start = Start {
+            key: &self.key,
+            program: &self.program,
+            dir: &self.dir,
+            exclusive: &active.path,
+            beside: self.beside.as_ref(),
+            commands: graph::commands(plan),
+        };
+        start.run(supervisor).await
     }
 
     /// Takes over a daemon that runs, after a look at what it serves.
@@ -143,18 +153,51 @@ impl Launch {
         let version = version(&monitor).await?;
         Ok(Daemon { key: self.key.clone(), monitor, pid, version, since: Instant::now() })
     }
+}
+
+impl Start<'_> {
+    /// An attempt that fails leaves no process. A refusal is final, and so is an end before the
+    /// handshake, which has a reason; a daemon that hangs or is deaf gets another attempt.
+    async fn run(&self, supervisor: &supervisor::Client) -> Result<Daemon, Error> {
+        let mut attempt = 1;
+        loop {
+            let error = match self.attempt(supervisor).await {
+                Ok(daemon) => return Ok(daemon),
+                Err(error) => error,
+            };
+            supervisor.kill(self.key).await?;
+            if !error.may_pass() || attempt == ATTEMPTS {
+                return Err(error);
+            }
+            warn!(key = %self.key, attempt, error = %Chain(&error), "a daemon did not start well");
+            attempt += 1;
+        }
+    }
+
+    async fn attempt(&self, supervisor: &supervisor::Client) -> Result<Daemon, Error> {
+        let pid = supervisor.spawn(self.process()).await?;
+        let monitor = tokio::select! {
+            monitor = self.monitor() => monitor?,
+            end = self.end(supervisor) => return Err(end),
+        };
+        for command in self.commands.clone() {
+            monitor.execute(command).await?;
+        }
+        let version = version(&monitor).await?;
+        Ok(Daemon { key: self.key.clone(), monitor, pid, version, since: Instant::now() })
+    }
 
     /// How the daemon ended, once it does.
     async fn end(&self, supervisor: &supervisor::Client) -> Error {
         let how = async {
-            supervisor.wait(&self.key).await?;
+            supervisor.wait(self.key).await?;
             supervisor.list().await
         };
         let all = match how.await {
             Ok(all) => all,
             Err(error) => return error.into(),
         };
-        let own = all.into_iter().find(|process| process.key == self.key);
+        let own = all.into_iter().find(|process| process.key == *self.key);
         Error::Ended(match own.map(|process| process.state) {
             Some(State::Exited(how)) => how,
             Some(State::Running) | None => "nobody saw how".to_owned(),
@@ -169,13 +212,12 @@ impl Launch {
         };
         let mut arguments = Vec::from(monitor("qmp", self.dir.monitor()));
         arguments.extend(monitor("dbg", self.dir.debug_monitor()));
-        let active = self.layers.first().expect("a volume has a layer");
         Spawn {
             key: self.key.clone(),
-            program: self.program.clone(),
+            program: self.program.to_owned(),
             arguments,
-            exclusive: active.path.clone(),
-            beside: self.beside.clone(),
+            exclusive: self.exclusive.to_owned(),
+            beside: self.beside.cloned(),
         }
     }
 

@@ -87,6 +87,25 @@ pub(super) fn commands(plan: Plan<'_>) -> Vec<Command> {
     commands
 }
 
+/// The commands that build a disk of nothing, that lets so many requests pass a second, and export
+/// it at `socket`.
+pub(super) fn trial(requests_per_second: u32, socket: &Path) -> Vec<Command> {
+    let limits = json!({ "iops-total": requests_per_second });
+    let object = |arguments| Command::new("object-add", arguments);
+    let node = |arguments| Command::new("blockdev-add", arguments);
+    vec![
+        object(json!({ "qom-type": "iothread", "id": IOTHREAD })),
+        object(json!({ "qom-type": "throttle-group", "id": THROTTLE, "limits": limits })),
+        node(json!({
+            "driver": "throttle",
+            "node-name": TOP,
+            "throttle-group": THROTTLE,
+            "file": { "driver": "null-co", "size": 1 << 20, "read-zeroes": true },
+        })),
+        Command::new("block-export-add", vhost_user(socket, Durability::OnFlush)),
+    ]
+}
+
 /// The files of the layers among a daemon's nodes, from the active one down.
 pub(super) fn files_of_layers(nodes: &Value) -> Vec<PathBuf> {
     let file_of = |depth: usize| {

@@ -16,7 +16,7 @@ pub struct Programs {
 }
 
 /// The file that a program is: another one of the same name, after an upgrade, differs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Identity {
     device: u64,
     inode: u64,

@@ -236,6 +236,7 @@ impl Served {
         if let Some(session) = self.session.take() {
             session.end(&self.place, end);
         }
+        self.place.tracking = self.attach.tracking; // what was settled with it, it kept
     }
 
     fn wait(&self) -> Ready {
@@ -286,8 +287,10 @@ impl Served {
                 Order::Resume(reply) => _ = reply.send(self.resume()),
                 Order::Switch(path, reply) => _ = reply.send(self.switch(&path)),
                 Order::Attach(attach) => {
-                    self.place.tracking = attach.tracking;
                     self.attach = *attach;
+                    if self.session.is_none() {
+                        self.place.tracking = self.attach.tracking;
+                    }
                 }
             }
         }

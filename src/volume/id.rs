@@ -92,6 +92,11 @@ name! {
 impl RunKey {
     /// Its characters.
     pub const LENGTH: usize = 32;
+
+    /// A key of no volume, used nowhere before.
+    pub(crate) fn draw() -> Self {
+        Self(uuid::Uuid::new_v4().simple().to_string())
+    }
 }
 
 /// The id of one layer, drawn at random.
