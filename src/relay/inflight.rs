@@ -5,6 +5,7 @@
 //! `version` 0 it begins with nothing (facts/relay.md sections 4 and 5).
 
 use super::message::Shape;
+use rustix::fs::{SealFlags, fcntl_get_seals, fstatfs};
 use std::{fs::File, io, os::fd::OwnedFd};
 use vm_memory::{Bytes as _, FileOffset, MmapRegion, VolatileMemory as _, VolatileSlice};
 
@@ -34,12 +35,11 @@ pub(super) struct Held {
 }
 
 impl Inflight {
-    /// Maps the buffer; its file must be as long as the shape says.
+    /// Maps the buffer; its file must be as long as the shape says, and stay so.
     pub(super) fn map(shape: Shape, descriptor: &OwnedFd) -> io::Result<Self> {
         let file = File::from(descriptor.try_clone()?);
         let size = usize::try_from(shape.size).map_err(io::Error::other)?;
-        // vm-memory looks that the file is long enough: no access can run beyond it, unless its
-        // owner cuts it, which is why memfds of QEMU and QSD are sealed against shrinking.
+        require_solid(shape, &file)?;
         let region = MmapRegion::from_file(FileOffset::new(file, shape.offset), size);
         Ok(Self { region: region.map_err(io::Error::other)?, shape })
     }
@@ -92,5 +92,56 @@ impl Inflight {
     fn part(&self, ring: u32) -> Option<VolatileSlice<'_>> {
         let size = self.region.size() / usize::from(self.shape.rings);
         self.region.get_slice(usize::try_from(ring).ok()?.checked_mul(size)?, size).ok()
+    }
+}
+
+/// That no access can run beyond the file, whatever its owner does: it would end the worker, and
+/// the next one again. The buffers of QEMU and QSD are memory, sealed against shrinking.
+fn require_solid(shape: Shape, file: &File) -> io::Result<()> {
+    let refuse = |why| Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+    if !fcntl_get_seals(file)?.contains(SealFlags::SHRINK) {
+        return refuse("it can be cut");
+    }
+    if fstatfs(file)?.f_type != TMPFS {
+        return refuse("it is of huge pages, which may run out"); // they can be sealed, too
+    }
+    let length = file.metadata()?.len();
+    if shape.offset.checked_add(shape.size).is_none_or(|end| end > length) {
+        return refuse("its file is too short");
+    }
+    Ok(())
+}
+
+/// What `statfs` calls ordinary shared memory.
+const TMPFS: rustix::fs::FsWord = 0x0102_1994;
+
+#[cfg(test)]
+mod test {
+    use super::*;
+    use rustix::fs::{MemfdFlags, fcntl_add_seals, memfd_create};
+
+    const SHAPE: Shape = Shape { size: 4096, offset: 0, rings: 1, ring_size: 128 };
+
+    fn memory(size: u64, seals: SealFlags) -> OwnedFd {
+        let file = File::from(memfd_create("test", MemfdFlags::ALLOW_SEALING).unwrap());
+        file.set_len(size).unwrap();
+        fcntl_add_seals(&file, seals).unwrap();
+        file.into()
+    }
+
+    #[test]
+    fn a_buffer_that_is_sealed_and_long_enough_is_mapped() {
+        assert!(Inflight::map(SHAPE, &memory(4096, SealFlags::SHRINK)).is_ok());
+    }
+
+    #[test]
+    fn a_buffer_that_could_be_cut_or_is_too_short_is_refused() {
+        for (size, seals) in
+            [(4096, SealFlags::empty()), (4096, SealFlags::GROW), (4095, SealFlags::SHRINK)]
+        {
+            assert!(Inflight::map(SHAPE, &memory(size, seals)).is_err(), "{size} {seals:?}");
+        }
+        assert!(Inflight::map(SHAPE, &tempfile::tempfile().unwrap().into()).is_err());
+        assert!(Inflight::map(SHAPE, &std::io::pipe().unwrap().1.into()).is_err());
     }
 }

@@ -1,3 +1,66 @@
-//! The relay by itself.
+//! The relay against front-ends and back-ends that mean ill: whoever misbehaves is dropped, and
+//! nobody else notices.
 
+mod front;
 pub(crate) mod process;
+
+use crate::harness::is_alive;
+use front::{
+    ADD_MEM_REG, Disk, Front, GET_FEATURES, MEMORY, NEED_REPLY, PLAIN, SET_FEATURES, SET_INFLIGHT,
+    SET_VRING_ADDR, SET_VRING_KICK, SET_VRING_NUM, USER, addresses, body, event, memfd, message,
+    region, ring, shape,
+};
+use process::{Relay, cpu_time};
+use std::{
+    thread::sleep,
+    time::{Duration, Instant},
+};
+
+#[test]
+fn a_front_end_that_stops_amid_a_message_or_never_reads_is_dropped() {
+    let mut relay = Relay::start();
+    let key = relay.serve(1);
+    let worker = relay.worker();
+    for length in [1, 11, 12, 19] {
+        let mut front = Front::connect(&relay.socket(&key));
+        front.raw(&message(SET_FEATURES, PLAIN, &body(&[0]))[..length], &[]);
+        let used = cpu_time(worker);
+        assert!(front.is_dropped(), "{length} bytes");
+        let used = cpu_time(worker) - used;
+        assert!(used < 2.0, "the relay waited {used} s of CPU time for {length} bytes");
+    }
+    let mut front = Front::connect(&relay.socket(&key));
+    let question = message(GET_FEATURES, PLAIN, &[]);
+    let begin = Instant::now();
+    let mut asked = 0;
+    while front.raw(&question, &[]) && begin.elapsed() < Duration::from_secs(30) {
+        asked += 1;
+    }
+    eprintln!("dropped after {asked} questions whose answers it did not read");
+    assert!(front.is_dropped());
+    assert_eq!(relay.worker(), worker);
+    Disk::open(&relay.socket(&key)).works(0, 1);
+}
+
+#[test]
+fn the_buffer_of_a_front_end_cannot_be_cut_under_the_relay() {
+    let mut relay = Relay::start();
+    let (one, other) = (relay.serve(1), relay.serve(2));
+    let mut neighbour = Disk::open(&relay.socket(&other));
+    let worker = relay.worker();
+    let buffer = memfd(16448);
+    let mut front = Front::connect(&relay.socket(&one));
+    front.negotiate();
+    front.set(ADD_MEM_REG, &region(0, MEMORY, USER), &[&memfd(MEMORY)]);
+    front.say(SET_INFLIGHT, PLAIN | NEED_REPLY, &shape(16448, 1, 1024), &[&buffer]);
+    front.say(SET_VRING_NUM, PLAIN, &ring(0, 8), &[]);
+    front.say(SET_VRING_ADDR, PLAIN, &addresses(0, USER), &[]);
+    _ = buffer.set_len(0);
+    front.say(SET_VRING_KICK, PLAIN, &body(&[0]), &[&event()]);
+    sleep(Duration::from_secs(2)); // for long enough that the relay looks at the buffer
+    assert!(is_alive(worker), "the worker died of a buffer that was cut");
+    assert_eq!(relay.worker(), worker);
+    neighbour.works(0, 1);
+    drop(front);
+    Disk::open(&relay.socket(&one)).works(0, 1);
+}

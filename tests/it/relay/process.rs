@@ -1,21 +1,26 @@
 //! A relay in a scratch directory, with storage daemons behind it. `Drop` ends every process of it.
 
-use crate::harness::{LIMIT, is_alive, processes, qsd_csi, signal};
+use crate::harness::{LIMIT, is_alive, part, processes, qsd_csi, signal};
 use serde_json::{Value, json};
 use std::{
+    collections::BTreeMap,
     fs::{self, File},
     io::{BufRead as _, BufReader, Write as _},
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
-    process::{Child, Stdio},
+    process::{Child, Command, Stdio},
     thread::sleep,
     time::{Duration, Instant},
 };
+
+/// The size of every disk here.
+pub(crate) const DISK: u64 = 64 << 20;
 
 /// A relay and all that is its own.
 pub(crate) struct Relay {
     scratch: tempfile::TempDir,
     keeper: Option<Child>,
+    daemons: BTreeMap<String, Child>,
 }
 
 /// Waits until `done` says so.
@@ -36,7 +41,7 @@ impl Relay {
     /// A relay that serves nothing yet.
     pub(crate) fn start() -> Self {
         let scratch = tempfile::Builder::new().prefix("qsd-").tempdir().unwrap();
-        let mut relay = Self { scratch, keeper: None };
+        let mut relay = Self { scratch, keeper: None, daemons: BTreeMap::new() };
         fs::create_dir_all(relay.run().join("relay")).unwrap();
         relay.start_keeper();
         relay
@@ -94,8 +99,76 @@ impl Relay {
         volumes.iter().find(|one| one["key"] == key).cloned().unwrap_or_default()
     }
 
+    pub(crate) fn worker(&self) -> i32 {
+        self.list()["pid"].as_i64().unwrap().try_into().unwrap()
+    }
+
+    pub(crate) fn keeper(&self) -> i32 {
+        self.keeper.as_ref().unwrap().id().try_into().unwrap()
+    }
+
+    pub(crate) fn kill_keeper(&mut self) {
+        let mut keeper = self.keeper.take().unwrap();
+        keeper.kill().unwrap();
+        keeper.wait().unwrap();
+    }
+
+    /// Has a volume served, whoever stands behind it.
+    pub(crate) fn attach(&self, key: &str) {
+        fs::create_dir_all(self.run().join(key).join("export")).unwrap();
+        let attach = json!({"key": key, "backend": self.backend(key), "tracking": "works"});
+        assert_eq!(self.ask(&json!({ "attach": attach })), "done");
+    }
+
+    /// Has a volume served with a storage daemon behind it; its key.
+    pub(crate) fn serve(&mut self, number: u32) -> String {
+        let key = key(number);
+        self.attach(&key);
+        self.start_daemon(&key);
+        key
+    }
+
     pub(crate) fn socket(&self, key: &str) -> PathBuf {
         self.run().join(key).join("export/vhost.sock")
+    }
+
+    pub(crate) fn backend(&self, key: &str) -> PathBuf {
+        self.run().join(key).join("back.sock")
+    }
+
+    pub(crate) fn image(&self, key: &str) -> PathBuf {
+        self.path(&format!("{key}.raw"))
+    }
+
+    pub(crate) fn start_daemon(&mut self, key: &str) {
+        let image = self.image(key);
+        let file = File::options().create(true).append(true).open(&image).unwrap();
+        file.set_len(DISK).unwrap();
+        let socket = self.backend(key);
+        _ = fs::remove_file(&socket);
+        let daemon = Command::new(part("bin/qemu-storage-daemon"))
+            .args(["--object", "iothread,id=io0", "--blockdev"])
+            .arg(format!("driver=file,node-name=top,filename={}", image.display()))
+            .arg("--export")
+            .arg(format!(
+                "type=vhost-user-blk,id=vu,node-name=top,writable=on,iothread=io0,\
+                 fixed-iothread=on,num-queues=64,addr.type=unix,addr.path={}",
+                socket.display()
+            ))
+            .spawn()
+            .unwrap();
+        self.daemons.insert(key.to_owned(), daemon);
+        until("the daemon listens", || socket.exists());
+    }
+
+    pub(crate) fn kill_daemon(&mut self, key: &str) {
+        let mut daemon = self.daemons.remove(key).unwrap();
+        daemon.kill().unwrap();
+        daemon.wait().unwrap();
+    }
+
+    pub(crate) fn daemon(&self, key: &str) -> i32 {
+        self.daemons[key].id().try_into().unwrap()
     }
 }
 
@@ -114,6 +187,10 @@ impl Drop for Relay {
             signal(pid, "KILL");
             until("the worker ends", || !is_alive(pid));
         }
+        for daemon in self.daemons.values_mut() {
+            _ = daemon.kill();
+            _ = daemon.wait();
+        }
     }
 }
 
@@ -125,4 +202,24 @@ fn workers_of(run: &Path) -> Vec<i32> {
         let words: Vec<_> = line.split('\0').collect();
         words.contains(&"relay") && words.contains(&run.as_str())
     })
+}
+
+/// Descriptors that a process has open.
+pub(crate) fn descriptors(pid: i32) -> usize {
+    fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
+}
+
+/// CPU time that a process has used, in seconds.
+pub(crate) fn cpu_time(pid: i32) -> f64 {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let fields: Vec<_> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
+    let ticks: u32 = fields[11].parse::<u32>().unwrap() + fields[12].parse::<u32>().unwrap();
+    f64::from(ticks) / 100.0 // USER_HZ
+}
+
+/// Kibibytes of memory that a process uses.
+pub(crate) fn memory(pid: i32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches("kB").trim().parse().unwrap()
 }
