@@ -20,7 +20,7 @@ use rustix::{
         socket_with,
         sockopt::{Timeout, set_socket_timeout},
     },
-    process::umask,
+    process::{Resource, getrlimit, setrlimit, umask},
 };
 use std::{
     fs::{self, OpenOptions},
@@ -66,6 +66,7 @@ struct Keeper {
 pub(super) fn run(run: RunDir) -> anyhow::Result<()> {
     _ = rustix::process::setsid();
     umask(Mode::from_raw_mode(0o117));
+    raise_descriptors();
     let path = run.relay().keeper_socket();
     let listener = listen_at(&path).with_context(|| path.display().to_string())?;
     info!(run_dir = %run.path().display(), "keeping");
@@ -86,6 +87,15 @@ pub(super) fn run(run: RunDir) -> anyhow::Result<()> {
     info!("nothing to keep; ending");
     _ = fs::remove_file(&path); // ours: the supervisor runs one at a time
     Ok(())
+}
+
+/// A VM's memory and rings are some dozen descriptors, here and in the worker, which inherits this.
+fn raise_descriptors() {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, limit) {
+        warn!(%error, "raising the number of descriptors");
+    }
 }
 
 fn listen_at(path: &Path) -> io::Result<OwnedFd> {

@@ -17,7 +17,7 @@ use super::{
     keep::Keep,
     kept::{Commit, FRONT, Thing},
     link::{Link, Lost},
-    message::{Code, Message, Refused, Request, protocol},
+    message::{Code, Message, Refused, Region, Request, protocol},
     said::{Item, RingItem, Said, Word},
     wire::{self, Received},
 };
@@ -45,6 +45,11 @@ const REST: Duration = Duration::from_secs(5);
 
 /// Entries of a ring in an inflight buffer of our own: the most a ring can have.
 pub(super) const OWN_RING_SIZE: u16 = 1024;
+
+/// Regions of memory that a front-end may add: as many as the back-end takes, but no fewer than
+/// fit into a table, and no more than libvhost-user ever took.
+const LEAST_SLOTS: u64 = 8;
+const MOST_SLOTS: u64 = 512;
 
 /// Why a session ends.
 #[derive(Debug, thiserror::Error)]
@@ -278,9 +283,23 @@ impl Session {
             | Request::SetVringEnable { .. }
             | Request::SetConfig
             | Request::SetInflightFd(_)
-            | Request::AddMemReg(_)
             | Request::RemMemReg(_) => self.set(place, request, &word),
+            Request::AddMemReg(region) => {
+                self.require_slot(place, region)?;
+                self.set(place, request, &word)
+            }
         }
+    }
+
+    /// Each region is a descriptor in the worker and in the keeper, where all volumes share them.
+    fn require_slot(&mut self, place: &mut Place, region: &Region) -> Result<(), End> {
+        let slots = self.abilities(place)?.memory_slots.clamp(LEAST_SLOTS, MOST_SLOTS);
+        let others = self.said.regions().into_iter().filter(|other| other.guest != region.guest);
+        if u64::try_from(others.count()).unwrap_or(u64::MAX) < slots {
+            return Ok(());
+        }
+        let (code, rule) = (Code::AddMemReg, "is one region too many");
+        Err(Refused::Value { code, field: "guest address", value: region.guest, rule }.into())
     }
 
     /// Records what was set, and passes it on if there is a back-end that is to know now.

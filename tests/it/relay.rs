@@ -10,11 +10,31 @@ use front::{
     SET_VRING_ADDR, SET_VRING_KICK, SET_VRING_NUM, USER, addresses, body, event, memfd, message,
     region, ring, shape,
 };
-use process::{Relay, cpu_time};
+use process::{Relay, cpu_time, descriptors, until};
 use std::{
     thread::sleep,
     time::{Duration, Instant},
 };
+
+#[test]
+fn a_front_end_cannot_have_the_relay_keep_descriptors_without_end() {
+    let mut relay = Relay::start();
+    let key = relay.serve(1);
+    let worker = relay.worker();
+    let before = descriptors(worker);
+    let mut front = Front::connect(&relay.socket(&key));
+    front.negotiate();
+    let file = memfd(MEMORY);
+    for at in 0..2000 {
+        let region = region(at * MEMORY, MEMORY, USER + at * MEMORY);
+        if !front.say(ADD_MEM_REG, PLAIN, &region, &[&file]) {
+            break;
+        }
+    }
+    assert!(front.is_dropped(), "two thousand regions");
+    until("all is closed", || descriptors(worker) <= before + 2);
+    Disk::open(&relay.socket(&key)).works(0, 1);
+}
 
 #[test]
 fn a_front_end_that_stops_amid_a_message_or_never_reads_is_dropped() {
