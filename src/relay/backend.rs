@@ -418,7 +418,31 @@ fn wake(said: &Said, ring: u32) {
     }
 }
 
-/// Writes an eventfd once. One that is full has been written already.
+/// Writes an eventfd once. One that is full has been written already, and might block.
 fn notify(event: &Arc<OwnedFd>) {
-    _ = rustix::io::write(event, &1_u64.to_ne_bytes());
+    let mut fds = [PollFd::new(event, PollFlags::OUT)];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    if poll(&mut fds, Some(&now)) == Ok(1) && fds[0].revents() == PollFlags::OUT {
+        _ = rustix::io::write(event, &1_u64.to_ne_bytes());
+    }
+}
+
+#[cfg(test)]
+mod test {
+    use super::*;
+
+    #[test]
+    fn an_eventfd_is_written_once_and_one_that_is_full_does_not_block() {
+        let event = Arc::new(eventfd(0, EventfdFlags::empty()).unwrap());
+        let read = |event: &OwnedFd| {
+            let mut bytes = [0; 8];
+            rustix::io::read(event, &mut bytes).unwrap();
+            u64::from_ne_bytes(bytes)
+        };
+        notify(&event);
+        assert_eq!(read(&event), 1);
+        rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        notify(&event);
+        assert_eq!(read(&event), u64::MAX - 1);
+    }
 }

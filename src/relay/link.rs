@@ -238,7 +238,7 @@ impl Session {
             up.busy = Some(true);
             let set = vec![(Link::NAME.to_owned(), up.thing())];
             let commit = Commit { set, ..Commit::of(&place.name) };
-            if let Err(error) = place.keep.commit(&commit) {
+            if let Err(error) = place.commit(&commit) {
                 warn!(volume = place.name, %error, "noting an exchange");
             }
         }

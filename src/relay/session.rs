@@ -81,6 +81,9 @@ pub(super) struct Place {
     pub(super) counters: Counters,
     /// Set when the volume is to be detached, whatever is waited for.
     pub(super) detached: Arc<AtomicBool>,
+    /// Set when nobody waits for the end of its thread any more: it changes nothing from then on,
+    /// as the volume may be served by another one.
+    pub(super) abandoned: Arc<AtomicBool>,
 }
 
 /// What happened to a volume so far.
@@ -206,7 +209,7 @@ impl Session {
     pub(super) fn commit(&mut self, place: &Place) -> Result<(), End> {
         self.link.settle(&mut self.step);
         let step = std::mem::replace(&mut self.step, Commit::of(&place.name));
-        place.keep.commit(&step).map_err(End::Wire)
+        place.commit(&step).map_err(End::Wire)
     }
 
     fn next(&self) -> Result<Option<Received>, End> {
@@ -522,7 +525,7 @@ impl Session {
         self.link.close();
         let forget = [FRONT, SAID, CONFIG, Link::NAME].map(str::to_owned).to_vec();
         let commit = Commit { forget, ..Commit::of(&place.name) };
-        if let Err(error) = place.keep.commit(&commit) {
+        if let Err(error) = place.commit(&commit) {
             warn!(volume = place.name, %error, "forgetting a front-end");
         }
     }
@@ -532,6 +535,14 @@ impl Session {
 type Answer = (Vec<u8>, Vec<Arc<OwnedFd>>);
 
 impl Place {
+    /// Carries out a commit; an error if the front-end could not be answered.
+    pub(super) fn commit(&self, commit: &Commit) -> Result<(), wire::Error> {
+        if self.abandoned.load(Ordering::SeqCst) {
+            return Err(wire::Error::Gone);
+        }
+        self.keep.commit(commit)
+    }
+
     /// Waits a little, refuses who else wants to connect, and ends when the volume is detached.
     pub(super) fn pass_time(&mut self, time: Duration) -> Result<(), End> {
         if self.detached.load(Ordering::SeqCst) {

@@ -24,13 +24,17 @@ use std::{
         atomic::{AtomicBool, Ordering},
         mpsc,
     },
-    thread::JoinHandle,
+    thread::{JoinHandle, sleep},
     time::{Duration, Instant},
 };
 use tracing::{info, warn};
 
 /// How often requests in flight are looked at, for how old they are.
 const LOOK: Duration = Duration::from_secs(1);
+
+/// How long its thread may take to let a front-end go: one exchange with a daemon that does not
+/// answer. One that takes longer hangs in something that a front-end gave it.
+const FAREWELL: Duration = Duration::from_secs(15);
 
 /// Stack of a volume's thread: its deepest call has some buffers of 4 KiB.
 const STACK: usize = 256 << 10;
@@ -50,6 +54,7 @@ pub(super) struct Volume {
     orders: mpsc::Sender<Order>,
     wake: Arc<OwnedFd>,
     detached: Arc<AtomicBool>,
+    abandoned: Arc<AtomicBool>,
     status: Arc<Mutex<Relayed>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -99,6 +104,7 @@ impl Volume {
             things.get(NOTE).and_then(|one| serde_json::from_slice::<Note>(&one.bytes).ok());
         let noted = noted.unwrap_or_default();
         let detached = Arc::new(AtomicBool::new(false));
+        let abandoned = Arc::new(AtomicBool::new(false));
         let mut place = Place {
             name,
             keep: keep.clone(),
@@ -108,6 +114,7 @@ impl Volume {
             abilities: noted.abilities,
             counters: noted.counters,
             detached: detached.clone(),
+            abandoned: abandoned.clone(),
         };
         let session = Session::restore(things, &place);
         if let Some(backend) = session.as_ref().and_then(|one| one.link.backend()) {
@@ -131,7 +138,7 @@ impl Volume {
         };
         let thread = std::thread::Builder::new().stack_size(STACK);
         let thread = thread.spawn(move || served.run())?;
-        Ok(Self { orders, wake, detached, status, thread: Some(thread) })
+        Ok(Self { orders, wake, detached, abandoned, status, thread: Some(thread) })
     }
 
     pub(super) fn order(&self, order: Order) {
@@ -148,9 +155,16 @@ impl Drop for Volume {
     fn drop(&mut self) {
         self.detached.store(true, Ordering::SeqCst);
         wake(&self.wake);
-        if let Some(thread) = self.thread.take() {
-            _ = thread.join();
+        let begin = Instant::now();
+        while self.thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
+            if begin.elapsed() > FAREWELL {
+                warn!("a volume's thread does not end; going on without it");
+                self.abandoned.store(true, Ordering::SeqCst);
+                return;
+            }
+            sleep(Duration::from_micros(200));
         }
+        _ = self.thread.take().map(JoinHandle::join);
     }
 }
 
@@ -350,7 +364,7 @@ impl Served {
         if note != self.noted {
             let bytes = serde_json::to_vec(&note).expect("a note is plain data");
             let set = vec![(NOTE.to_owned(), Thing { bytes, descriptors: Vec::new() })];
-            _ = self.place.keep.commit(&Commit { set, ..Commit::of(&self.place.name) });
+            _ = self.place.commit(&Commit { set, ..Commit::of(&self.place.name) });
             self.noted = note;
         }
         let mut status = status_of(&self.attach, &self.place);

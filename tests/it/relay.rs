@@ -7,10 +7,12 @@ pub(crate) mod process;
 use crate::harness::is_alive;
 use front::{
     ADD_MEM_REG, Disk, Front, GET_FEATURES, MEMORY, NEED_REPLY, PLAIN, SET_FEATURES, SET_INFLIGHT,
-    SET_VRING_ADDR, SET_VRING_KICK, SET_VRING_NUM, USER, addresses, body, event, memfd, message,
-    region, ring, shape,
+    SET_VRING_ADDR, SET_VRING_CALL, SET_VRING_KICK, SET_VRING_NUM, USER, addresses, body, event,
+    memfd, message, region, ring, shape,
 };
 use process::{Relay, cpu_time, descriptors, until};
+use rustix::event::{EventfdFlags, eventfd};
+use serde_json::json;
 use std::{
     thread::sleep,
     time::{Duration, Instant},
@@ -83,4 +85,27 @@ fn the_buffer_of_a_front_end_cannot_be_cut_under_the_relay() {
     neighbour.works(0, 1);
     drop(front);
     Disk::open(&relay.socket(&one)).works(0, 1);
+}
+
+#[test]
+fn an_eventfd_that_blocks_holds_up_nobody() {
+    let mut relay = Relay::start();
+    let (one, other) = (relay.serve(1), relay.serve(2));
+    let mut front = Front::connect(&relay.socket(&one));
+    front.negotiate();
+    front.set(ADD_MEM_REG, &region(0, MEMORY, USER), &[&memfd(MEMORY)]);
+    let full = || {
+        let event = eventfd(0, EventfdFlags::empty()).unwrap();
+        rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        event
+    };
+    front.set(SET_VRING_NUM, &ring(0, 8), &[]);
+    front.set(SET_VRING_ADDR, &addresses(0, USER), &[]);
+    front.set(SET_VRING_CALL, &body(&[0]), &[&full()]);
+    front.say(SET_VRING_KICK, PLAIN, &body(&[0]), &[&full()]);
+    relay.kill_daemon(&one); // the next one's rings are woken
+    relay.start_daemon(&one);
+    sleep(Duration::from_millis(500));
+    assert_eq!(relay.ask(&json!({ "detach": one })), "done");
+    Disk::open(&relay.socket(&other)).works(0, 1);
 }
