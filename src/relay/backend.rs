@@ -205,23 +205,36 @@ impl Backend {
         &self,
         said: &Said,
         inflight: Option<&Inflight>,
+        kick: Kick,
     ) -> Result<(), Error> {
         let rings = said.rings();
         let mut words: Vec<_> = said.get(Item::Inflight).cloned().into_iter().collect();
         for ring in &rings {
-            match inflight {
-                Some(inflight) => {
-                    inflight.keep(*ring);
-                    words.extend(said.of_ring(*ring).cloned());
-                }
-                None => words.extend(said.of_ring(*ring).map(|word| reached(said, *ring, word))),
+            if let Some(inflight) = inflight {
+                inflight.keep(*ring);
+            }
+            for (item, word) in said.of_ring(*ring) {
+                words.push(match (item, kick) {
+                    (RingItem::Kick, Kick::Silent) => silenced(word)?,
+                    (RingItem::Base, _) if inflight.is_none() => reached(said, *ring, word),
+                    _ => word.clone(),
+                });
             }
         }
         self.set_all("rings", &words)?;
-        for ring in said.started() {
-            wake(said, ring);
+        if kick == Kick::FrontEnd {
+            for ring in said.started() {
+                wake(said, ring);
+            }
         }
         Ok(())
+    }
+
+    /// Starts a ring that is parked: it is all set up, and fetches no requests.
+    pub(super) fn set_silent(&self, word: &Word) -> Result<(), Error> {
+        let silent = [silenced(word)?];
+        self.set_all("kick", &silent)?;
+        self.settle(&silent)
     }
 
     /// Swaps the kicks of running rings: for silent ones, and they fetch no more requests; for the
@@ -239,11 +252,7 @@ impl Backend {
             inflight.forget(*ring); // or it would do again what it is doing
             words.push(match kick {
                 Kick::FrontEnd => word.clone(),
-                Kick::Silent => {
-                    let silent = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-                    let silent = silent.map_err(|error| Error::Inflight(error.into()))?;
-                    Word { message: word.message.clone(), descriptors: vec![Arc::new(silent)] }
-                }
+                Kick::Silent => silenced(word)?,
             });
         }
         self.set_all("kicks", &words)?;
@@ -397,15 +406,21 @@ fn reply_to(what: &'static str, socket: &OwnedFd, message: &Message) -> Result<R
     Err(Error::Answer { what, answer })
 }
 
-/// What was said of a ring, but beginning where the back-end before came to.
+/// The kick of a ring that is parked: an event that nobody writes.
+fn silenced(word: &Word) -> Result<Word, Error> {
+    let silent = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+    let silent = silent.map_err(|error| Error::Inflight(error.into()))?;
+    Ok(Word { message: word.message.clone(), descriptors: vec![Arc::new(silent)] })
+}
+
+/// Where a ring begins that has come further since that was said: where the back-end before ended.
 fn reached(said: &Said, ring: u32, word: &Word) -> Word {
-    let is_base = word.message.request == Code::SetVringBase.number();
     match memory::used_index(said, ring) {
-        Ok(index) if is_base => Word {
+        Ok(index) => Word {
             message: Message::ring(Code::SetVringBase, ring, index.into()),
             descriptors: Vec::new(),
         },
-        Ok(_) | Err(_) => word.clone(),
+        Err(_) => word.clone(),
     }
 }
 

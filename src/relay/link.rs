@@ -251,10 +251,17 @@ impl Session {
             return;
         }
         let (since, parked) = (down.since, down.parked);
+        if parked && !self.held().is_empty() {
+            // It would do again what the last one held.
+            self.wait_longer();
+            return;
+        }
+        let (rings, kick) = match parked {
+            true => (Rings::Parked, Kick::Silent),
+            false => (Rings::Flowing, Kick::FrontEnd),
+        };
         let connected = self.connect(place, &place.backend.clone()).and_then(|backend| {
-            if !parked {
-                backend.start_rings(&self.said, self.inflight.as_ref())?;
-            }
+            backend.start_rings(&self.said, self.inflight.as_ref(), kick)?;
             Ok(backend)
         });
         match connected {
@@ -265,7 +272,7 @@ impl Session {
                     let stall = since.elapsed();
                     info!(volume = place.name, ?stall, "another back-end took over");
                 }
-                self.take_up(place, backend, if parked { Rings::Parked } else { Rings::Flowing });
+                self.take_up(place, backend, rings);
             }
             Err(error) => self.note_failure(place, &error),
         }
@@ -279,6 +286,11 @@ impl Session {
             down.told.clone_from(&down.reason);
         }
         down.deaf |= matches!(error, Error::Wire { source: wire::Error::Deadline, .. });
+        self.wait_longer();
+    }
+
+    fn wait_longer(&mut self) {
+        let Link::Down(down) = &mut self.link else { return };
         down.next = Instant::now() + down.pause;
         down.pause = (down.pause * 5 / 4 + Duration::from_micros(250)).min(LAST_RETRY);
     }
@@ -464,14 +476,14 @@ impl Session {
         }
         path.clone_into(&mut place.backend);
         self.link.close();
-        self.link = Link::Up(Up { backend: next, rings: Rings::Flowing, busy: Some(false) });
+        let (rings, kick) = match was_parked {
+            true => (Rings::Parked, Kick::Silent),
+            false => (Rings::Flowing, Kick::FrontEnd),
+        };
+        self.link = Link::Up(Up { backend: next, rings, busy: Some(false) });
         self.begin_exchange(place);
-        if was_parked && let Link::Up(up) = &mut self.link {
-            up.rings = Rings::Parked;
-        }
-        if !was_parked
-            && let Link::Up(up) = &self.link
-            && let Err(error) = up.backend.start_rings(&self.said, self.inflight.as_ref())
+        if let Link::Up(up) = &self.link
+            && let Err(error) = up.backend.start_rings(&self.said, self.inflight.as_ref(), kick)
         {
             let why = crate::chain::Chain(&error).to_string();
             self.lose(place, Lost::from(error)); // and looked for again, as any that is lost

@@ -145,9 +145,12 @@ impl Said {
     }
 
     /// Of one ring, all that was said, in order.
-    pub(super) fn of_ring(&self, ring: u32) -> impl Iterator<Item = &Word> {
+    pub(super) fn of_ring(&self, ring: u32) -> impl Iterator<Item = (RingItem, &Word)> {
         let items = Item::Ring(ring, RingItem::Size)..=Item::Ring(ring, RingItem::Enable);
-        self.0.range(items).map(|(_, word)| word)
+        self.0.range(items).filter_map(|(item, word)| match item {
+            Item::Ring(_, item) => Some((*item, word)),
+            _ => None,
+        })
     }
 
     /// The shape of the inflight buffer, if there is one.

@@ -330,10 +330,12 @@ impl Session {
         if negotiate {
             self.negotiate(place);
         }
-        let is_of_rings = item.is_some_and(Item::is_of_rings);
-        if !(is_of_rings && self.link.is_parked()) {
-            self.pass_on(place, |backend| backend.set("request", word));
-        }
+        let is_kick = matches!(request, Request::SetVringKick { .. });
+        let is_parked = self.link.is_parked();
+        self.pass_on(place, |backend| match is_kick && is_parked {
+            true => backend.set_silent(word),
+            false => backend.set("request", word),
+        });
         // The standard has it answered in any case where its memory came along.
         let is_log = matches!(request, Request::SetLogBase);
         let has_log = self.front.note.protocol.unwrap_or_default() & protocol::LOG_SHMFD != 0;
@@ -476,6 +478,11 @@ impl Session {
             self.try_connect(place);
             if self.link.is_up() {
                 break;
+            }
+            if self.link.is_parked() && !self.held().is_empty() {
+                // No back-end may come before its requests may flow, and the VM must not wait for
+                // that; who holds them back is told so when it ends that.
+                self.resume(place);
             }
             if begin.elapsed() > PATIENCE {
                 return Err(End::NoBackend(self.link.reason()));

@@ -109,3 +109,53 @@ fn an_eventfd_that_blocks_holds_up_nobody() {
     assert_eq!(relay.ask(&json!({ "detach": one })), "done");
     Disk::open(&relay.socket(&other)).works(0, 1);
 }
+
+/// A daemon that dies while its rings are parked: the next one knows nothing of them.
+#[test]
+fn rings_flow_again_after_a_daemon_died_while_they_were_held_back() {
+    let mut relay = Relay::start();
+    let key = relay.serve(1);
+    let mut disk = Disk::open(&relay.socket(&key));
+    for round in 0..4 {
+        disk.works(round, 1);
+        let ended = disk.ended();
+        assert_eq!(relay.ask(&json!({"pause": {"key": key, "most_ms": 30_000}})), "done");
+        relay.kill_daemon(&key);
+        relay.start_daemon(&key);
+        until("the next one is there", || relay.status(&key)["front_end"]["trouble"] == "");
+        if round % 2 == 0 {
+            assert_eq!(disk.stop(), ended, "where the ring ended");
+            disk.start(ended);
+        }
+        disk.begin_write(round, 2);
+        sleep(Duration::from_millis(200));
+        assert_eq!(disk.ended(), ended, "requests are held back");
+        assert_eq!(relay.ask(&json!({ "resume": key })), json!({"resumed": true}));
+        disk.finish();
+        assert_eq!(disk.read(round), [2; 512]);
+    }
+}
+
+#[test]
+fn a_volume_moves_while_its_requests_are_held_back() {
+    let mut relay = Relay::start();
+    let key = relay.serve(1);
+    let mut disk = Disk::open(&relay.socket(&key));
+    disk.works(0, 1);
+    assert_eq!(relay.ask(&json!({"pause": {"key": key, "most_ms": 30_000}})), "done");
+    // The same disk elsewhere, with the old daemon still there.
+    let other = process::key(2);
+    std::fs::create_dir_all(relay.run().join(&other)).unwrap();
+    std::os::unix::fs::symlink(relay.image(&key), relay.image(&other)).unwrap();
+    relay.start_daemon(&other);
+    let moved = relay.ask(&json!({"switch": {"key": key, "backend": relay.backend(&other)}}));
+    assert!(moved["switched"].is_u64(), "{moved}");
+    relay.kill_daemon(&key);
+    let ended = disk.ended();
+    disk.begin_write(1, 2);
+    sleep(Duration::from_millis(200));
+    assert_eq!(disk.ended(), ended, "requests are held back");
+    relay.ask(&json!({ "resume": key }));
+    disk.finish();
+    disk.works(2, 3);
+}

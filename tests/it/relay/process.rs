@@ -148,7 +148,7 @@ impl Relay {
         _ = fs::remove_file(&socket);
         let daemon = Command::new(part("bin/qemu-storage-daemon"))
             .args(["--object", "iothread,id=io0", "--blockdev"])
-            .arg(format!("driver=file,node-name=top,filename={}", image.display()))
+            .arg(format!("driver=file,node-name=top,locking=off,filename={}", image.display()))
             .arg("--export")
             .arg(format!(
                 "type=vhost-user-blk,id=vu,node-name=top,writable=on,iothread=io0,\
