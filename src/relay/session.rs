@@ -16,7 +16,7 @@ use super::{
     inflight::Inflight,
     keep::Keep,
     kept::{Commit, FRONT, Thing},
-    link::{Link, Lost},
+    link::{Link, Lost, has_ended},
     message::{Code, Message, Refused, Region, Request, protocol},
     said::{Item, RingItem, Said, Word},
     wire::{self, Received},
@@ -487,8 +487,10 @@ impl Session {
             if begin.elapsed() > PATIENCE {
                 return Err(End::NoBackend(self.link.reason()));
             }
+            if has_ended(&self.front.socket) {
+                return Err(End::Gone); // before the next one is refused
+            }
             place.pass_time(Duration::from_millis(2))?;
-            require_connected(&self.front.socket)?;
         }
         Ok(())
     }
@@ -594,13 +596,6 @@ fn require_eventfd(code: Code, word: &Word) -> Result<(), Refused> {
         }
     }
     Ok(())
-}
-
-fn require_connected(socket: &OwnedFd) -> Result<(), End> {
-    match wire::peek(socket.as_fd()) {
-        Err(wire::Error::Gone) => Err(End::Gone),
-        Ok(_) | Err(_) => Ok(()),
-    }
 }
 
 fn name_of(item: Item) -> String {

@@ -205,8 +205,8 @@ impl Served {
     /// Waits until something is to be done for the front-end or the back-end, and does it.
     fn round(&mut self) -> Result<(), End> {
         let ready = self.wait();
-        if ready.has(Source::Listener) {
-            self.accept()?;
+        if ready.has(Source::Listener) && self.accept()? {
+            return Ok(()); // what else was ready was of another session
         }
         let (Some(session), place) = (&mut self.session, &mut self.place) else { return Ok(()) };
         if ready.has(Source::BackEnd)
@@ -231,17 +231,21 @@ impl Served {
         Ok(())
     }
 
-    fn accept(&mut self) -> Result<(), End> {
+    /// Lets the next front-end in, if there is room; whether one came.
+    fn accept(&mut self) -> Result<bool, End> {
+        if self.session.as_ref().is_some_and(|session| has_ended(&session.front.socket)) {
+            self.end_session(&End::Gone); // whoever comes now may have waited for just that
+        }
         if self.session.is_some() {
             self.place.refuse_others();
-            return Ok(());
+            return Ok(false);
         }
-        let Some(socket) = self.place.accept() else { return Ok(()) };
+        let Some(socket) = self.place.accept() else { return Ok(true) };
         let mut session = Session::new(socket, &self.place);
         info!(volume = self.place.name, pid = session.front.note.pid, "connected");
         let committed = session.commit(&self.place);
         self.session = Some(session);
-        committed
+        committed.map(|()| true)
     }
 
     fn end_session(&mut self, end: &End) {

@@ -110,6 +110,25 @@ fn an_eventfd_that_blocks_holds_up_nobody() {
     Disk::open(&relay.socket(&other)).works(0, 1);
 }
 
+#[test]
+fn a_front_end_that_leaves_while_it_waits_makes_room_at_once() {
+    let mut relay = Relay::start();
+    let key = process::key(1);
+    relay.attach(&key); // nobody stands behind it
+    let front = Front::connect(&relay.socket(&key));
+    front.say(GET_FEATURES, PLAIN, &[], &[]);
+    until("it is there", || !relay.status(&key)["front_end"].is_null());
+    sleep(Duration::from_millis(50));
+    let begin = Instant::now();
+    drop(front);
+    until("the place is free", || relay.status(&key)["front_end"].is_null());
+    let waited = begin.elapsed();
+    eprintln!("the place was free after {waited:?}");
+    assert!(waited < Duration::from_secs(10));
+    relay.start_daemon(&key);
+    Disk::open(&relay.socket(&key)).works(0, 1);
+}
+
 /// A daemon that dies while its rings are parked: the next one knows nothing of them.
 #[test]
 fn rings_flow_again_after_a_daemon_died_while_they_were_held_back() {
@@ -158,4 +177,24 @@ fn a_volume_moves_while_its_requests_are_held_back() {
     relay.ask(&json!({ "resume": key }));
     disk.finish();
     disk.works(2, 3);
+}
+
+#[test]
+fn the_next_front_end_may_come_the_moment_the_last_one_left() {
+    let mut relay = Relay::start();
+    let key = relay.serve(1);
+    let mut disk = Disk::open(&relay.socket(&key));
+    let worker = relay.worker();
+    for round in 0..100 {
+        crate::harness::signal(worker, "STOP"); // both happen at once, for the relay
+        drop(disk);
+        let next = Front::connect(&relay.socket(&key));
+        crate::harness::signal(worker, "CONT");
+        let mut next = next;
+        assert!(next.say(GET_FEATURES, PLAIN, &[], &[]));
+        assert!(next.try_answer(GET_FEATURES).is_some(), "round {round}");
+        drop(next);
+        until("the place is free", || relay.status(&key)["front_end"].is_null());
+        disk = Disk::open(&relay.socket(&key));
+    }
 }
