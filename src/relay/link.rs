@@ -40,6 +40,10 @@ const LAST_RETRY: Duration = Duration::from_millis(100);
 /// A daemon is back within this time; nothing is said of one that is.
 const USUAL: Duration = Duration::from_millis(500);
 
+/// A back-end that served this long is followed by another at once, one that did not more and more
+/// patiently.
+const STEADY: Duration = Duration::from_secs(1);
+
 /// The connection to the daemon.
 #[derive(Debug)]
 pub(super) enum Link {
@@ -69,6 +73,9 @@ pub(super) struct Up {
     rings: Rings,
     /// As the keeper has it: whether a worker that dies now leaves an exchange half done.
     busy: Option<bool>,
+    begun: Instant,
+    /// How long to wait before the next attempt, if this one does not last.
+    pause: Duration,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -131,8 +138,8 @@ impl Link {
                 abilities: note.abilities,
                 protocol: note.protocol,
             };
-            let up = Up { backend, rings: Rings::Flowing, busy: Some(false) };
-            (!note.busy).then_some(Self::Up(up))
+            let up = Up::new(backend, Rings::Flowing, FIRST_RETRY);
+            (!note.busy).then_some(Self::Up(Up { busy: Some(false), ..up }))
         };
         restored().unwrap_or_else(|| {
             if let Some(socket) = things.get(Self::NAME).and_then(|one| one.descriptors.first()) {
@@ -217,6 +224,10 @@ impl Link {
 }
 
 impl Up {
+    fn new(backend: Backend, rings: Rings, pause: Duration) -> Self {
+        Self { backend, rings, busy: None, begun: Instant::now(), pause }
+    }
+
     fn thing(&self) -> Thing {
         let note = LinkNote {
             abilities: self.backend.abilities,
@@ -250,7 +261,7 @@ impl Session {
         if Instant::now() < down.next {
             return;
         }
-        let (since, parked) = (down.since, down.parked);
+        let (since, parked, pause) = (down.since, down.parked, down.pause);
         if parked && !self.held().is_empty() {
             // It would do again what the last one held.
             self.wait_longer();
@@ -270,9 +281,11 @@ impl Session {
                     place.counters.note_stall(since.elapsed());
                     place.counters.losses += 1;
                     let stall = since.elapsed();
-                    info!(volume = place.name, ?stall, "another back-end took over");
+                    if pause == FIRST_RETRY || stall > USUAL {
+                        info!(volume = place.name, ?stall, "another back-end took over");
+                    }
                 }
-                self.take_up(place, backend, rings);
+                self.take_up(place, Up::new(backend, rings, pause));
             }
             Err(error) => self.note_failure(place, &error),
         }
@@ -307,9 +320,9 @@ impl Session {
         Ok(backend)
     }
 
-    fn take_up(&mut self, place: &mut Place, backend: Backend, rings: Rings) {
-        place.abilities = Some(backend.abilities);
-        self.link = Link::Up(Up { backend, rings, busy: None });
+    fn take_up(&mut self, place: &mut Place, up: Up) {
+        place.abilities = Some(up.backend.abilities);
+        self.link = Link::Up(up);
         self.compare_config(place);
     }
 
@@ -355,13 +368,20 @@ impl Session {
     /// The back-end is gone, or given up.
     pub(super) fn lose(&mut self, place: &Place, lost: Lost) {
         let Lost { why, deaf } = lost;
-        if !self.link.is_up() {
-            return;
+        let Link::Up(up) = &self.link else { return };
+        let (steady, pause) = (up.begun.elapsed() > STEADY, up.pause);
+        if steady || pause == FIRST_RETRY {
+            warn!(volume = place.name, why, deaf, "back-end lost");
         }
-        warn!(volume = place.name, why, deaf, "back-end lost");
         let parked = self.link.is_parked();
         self.link.close();
         self.link = Link::down(Some(Instant::now()), why, parked, deaf);
+        if let Link::Down(down) = &mut self.link
+            && !steady
+        {
+            down.pause = pause;
+            self.wait_longer();
+        }
     }
 
     /// The requests that the back-end holds.
@@ -480,7 +500,7 @@ impl Session {
             true => (Rings::Parked, Kick::Silent),
             false => (Rings::Flowing, Kick::FrontEnd),
         };
-        self.link = Link::Up(Up { backend: next, rings, busy: Some(false) });
+        self.link = Link::Up(Up { busy: Some(false), ..Up::new(next, rings, FIRST_RETRY) });
         self.begin_exchange(place);
         if let Link::Up(up) = &self.link
             && let Err(error) = up.backend.start_rings(&self.said, self.inflight.as_ref(), kick)

@@ -378,8 +378,9 @@ impl Session {
         ring: u32,
         message: &Message,
     ) -> Result<Answer, End> {
+        let begin = Instant::now();
         let body = loop {
-            self.reach(place)?;
+            self.reach(place, begin)?;
             if let Err(lost) = self.drain_ring(place, ring) {
                 self.lose(place, lost);
                 continue;
@@ -440,14 +441,15 @@ impl Session {
             if let Some(abilities) = place.abilities {
                 return Ok(abilities);
             }
-            self.reach(place)?;
+            self.reach(place, Instant::now())?;
         }
     }
 
     /// Asks the back-end, and the next one if it is lost over it.
     fn ask(&mut self, place: &mut Place, message: &Message) -> Result<Received, End> {
+        let begin = Instant::now();
         loop {
-            self.reach(place)?;
+            self.reach(place, begin)?;
             self.begin_exchange(place);
             match self.link.backend().map(|backend| backend.ask(message)) {
                 Some(Ok(received)) => return Ok(received),
@@ -471,13 +473,12 @@ impl Session {
         }
     }
 
-    /// Waits for a back-end.
-    fn reach(&mut self, place: &mut Place) -> Result<(), End> {
-        let begin = Instant::now();
+    /// Waits for a back-end, for something that began some time ago.
+    fn reach(&mut self, place: &mut Place, begin: Instant) -> Result<(), End> {
         while !self.link.is_up() {
             self.try_connect(place);
-            if self.link.is_up() {
-                break;
+            if self.link.is_up() && begin.elapsed() <= PATIENCE {
+                break; // one that connects and then fails, again and again, is no back-end
             }
             if self.link.is_parked() && !self.held().is_empty() {
                 // No back-end may come before its requests may flow, and the VM must not wait for

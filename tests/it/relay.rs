@@ -1,19 +1,23 @@
 //! The relay against front-ends and back-ends that mean ill: whoever misbehaves is dropped, and
 //! nobody else notices.
 
+mod backend;
 mod front;
 pub(crate) mod process;
 
 use crate::harness::is_alive;
+use backend::{Fake, Manner};
 use front::{
-    ADD_MEM_REG, Disk, Front, GET_FEATURES, MEMORY, NEED_REPLY, PLAIN, SET_FEATURES, SET_INFLIGHT,
-    SET_VRING_ADDR, SET_VRING_CALL, SET_VRING_KICK, SET_VRING_NUM, USER, addresses, body, event,
-    memfd, message, region, ring, shape,
+    ADD_MEM_REG, Disk, Front, GET_CONFIG, GET_FEATURES, GET_PROTOCOL, GET_VRING_BASE, MEMORY,
+    NEED_REPLY, PLAIN, SET_BACKEND_REQ_FD, SET_FEATURES, SET_INFLIGHT, SET_VRING_ADDR,
+    SET_VRING_CALL, SET_VRING_KICK, SET_VRING_NUM, USER, addresses, body, event, memfd, message,
+    region, ring, shape,
 };
 use process::{Relay, cpu_time, descriptors, until};
 use rustix::event::{EventfdFlags, eventfd};
 use serde_json::json;
 use std::{
+    sync::atomic::Ordering,
     thread::sleep,
     time::{Duration, Instant},
 };
@@ -127,6 +131,75 @@ fn a_front_end_that_leaves_while_it_waits_makes_room_at_once() {
     assert!(waited < Duration::from_secs(10));
     relay.start_daemon(&key);
     Disk::open(&relay.socket(&key)).works(0, 1);
+}
+
+#[test]
+fn a_bad_back_end_is_bounded_and_a_good_one_takes_over() {
+    let mut relay = Relay::start();
+    let key = process::key(1);
+    relay.attach(&key);
+    let worker = relay.worker();
+    let steps = [
+        GET_FEATURES,
+        GET_PROTOCOL,
+        SET_FEATURES,
+        SET_BACKEND_REQ_FD,
+        ADD_MEM_REG,
+        SET_INFLIGHT,
+        SET_VRING_KICK,
+        GET_CONFIG,
+        GET_VRING_BASE,
+    ];
+    for manner in [Manner::Close, Manner::Garbage, Manner::Silent, Manner::HalfWord] {
+        for step in steps {
+            // One that says nothing takes its time: two steps stand for all.
+            if manner == Manner::Silent && ![GET_FEATURES, SET_VRING_KICK].contains(&step) {
+                continue;
+            }
+            let fake = Fake::start(&relay.backend(&key), step, manner);
+            let (used, lines) = (cpu_time(worker), relay.log().lines().count());
+            let socket = relay.socket(&key);
+            let open = std::thread::spawn(move || {
+                let mut disk = Disk::open(&socket);
+                disk.front.ask(GET_CONFIG, &[ring(0, 60), vec![0; 64]].concat());
+                let base = disk.stop();
+                disk.start(base);
+                disk
+            });
+            sleep(Duration::from_millis(1500));
+            let used = cpu_time(worker) - used;
+            let lines = relay.log().lines().count() - lines;
+            let connections = fake.connections.load(Ordering::SeqCst);
+            eprintln!(
+                "{manner:?} at {step}: {used:.2} s of CPU time, {connections} connections, {lines} lines"
+            );
+            assert!(used < 0.8, "{manner:?} at {step}: {used} s of CPU time");
+            assert!(lines < 100, "{manner:?} at {step}: {lines} lines of log");
+            drop(fake);
+            relay.start_daemon(&key);
+            let mut disk = open.join().unwrap();
+            disk.works(u64::from(step), 1);
+            relay.kill_daemon(&key);
+        }
+    }
+    assert_eq!(relay.worker(), worker);
+}
+
+#[test]
+fn a_back_end_that_always_fails_does_not_hold_up_a_detach() {
+    let relay = Relay::start();
+    let key = process::key(1);
+    relay.attach(&key);
+    let fake = Fake::start(&relay.backend(&key), GET_CONFIG, Manner::Close);
+    let mut front = Front::connect(&relay.socket(&key));
+    front.negotiate();
+    front.say(GET_CONFIG, PLAIN, &[ring(0, 60), vec![0; 64]].concat(), &[]);
+    sleep(Duration::from_millis(200));
+    let begin = Instant::now();
+    assert_eq!(relay.ask(&json!({ "detach": key })), "done");
+    assert!(begin.elapsed() < Duration::from_secs(20));
+    assert!(front.is_dropped());
+    drop(fake);
 }
 
 /// A daemon that dies while its rings are parked: the next one knows nothing of them.
