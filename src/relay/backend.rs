@@ -6,7 +6,7 @@
 use super::{
     inflight::Inflight,
     memory,
-    message::{CONFIG_CHANGE, Code, Message, feature, protocol},
+    message::{Code, Message, feature, protocol},
     said::{Item, RingItem, Said, Word},
     wire::{self, Received},
 };
@@ -331,20 +331,27 @@ impl Backend {
         self.reply_to("request", &message)
     }
 
-    /// What came on the back-end's channel: whether its configuration space has changed.
-    pub(super) fn heard(&self) -> Result<bool, Error> {
-        let Some(channel) = &self.channel else { return Ok(false) };
+    /// What came on the back-end's channel; it stays there until it is heeded.
+    pub(super) fn heard(&self) -> Result<Option<Message>, Error> {
+        let Some(channel) = &self.channel else { return Ok(None) };
         let failed = |source| Error::Wire { what: "channel", source };
-        let Some((message, descriptors)) = wire::peek(channel.as_fd()).map_err(failed)? else {
-            return Ok(false);
-        };
-        drop(descriptors);
+        match wire::peek(channel.as_fd()).map_err(failed)? {
+            Some((message, _)) => Ok(Some(message)),
+            // A message is one send: the rest would never come, and be waited for without rest.
+            None => Err(failed(wire::Error::Deadline)),
+        }
+    }
+
+    /// Done with what was heard.
+    pub(super) fn heeded(&self, message: &Message) -> Result<(), Error> {
+        let Some(channel) = &self.channel else { return Ok(()) };
+        let failed = |source| Error::Wire { what: "channel", source };
         wire::take(channel.as_fd(), message.bytes().len()).map_err(failed)?;
         if message.needs_reply() {
             let reply = message.reply(vec![0; 8]);
             wire::send_now(channel.as_fd(), &reply.bytes(), NOTHING).map_err(failed)?;
         }
-        Ok(message.request == CONFIG_CHANGE)
+        Ok(())
     }
 
     fn reply_to(&self, what: &'static str, message: &Message) -> Result<Received, Error> {
@@ -398,7 +405,8 @@ fn wire_send(
 }
 
 fn reply_to(what: &'static str, socket: &OwnedFd, message: &Message) -> Result<Received, Error> {
-    let received = wire::receive(socket.as_fd()).map_err(|source| Error::Wire { what, source })?;
+    let received =
+        wire::receive(socket.as_fd(), ANSWER).map_err(|source| Error::Wire { what, source })?;
     if received.0.is_reply_to(message.request) {
         return Ok(received);
     }

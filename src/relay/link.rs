@@ -15,7 +15,7 @@ use super::{
     backend::{Abilities, Backend, Error, Kick, NOTHING, Tracking},
     inflight::Held,
     kept::{Commit, Thing},
-    message::Message,
+    message::{CONFIG_CHANGE, Message},
     session::{End, Place, Session},
     wire,
 };
@@ -343,15 +343,18 @@ impl Session {
 
     /// Passes on that the configuration space has changed, if the back-end said so.
     pub(super) fn hear(&mut self, place: &Place) {
-        let heard = self.link.backend().map(Backend::heard);
-        match heard {
-            Some(Ok(true)) => self.tell_config_change(place),
-            Some(Ok(false)) | None => {}
-            Some(Err(error)) => {
-                debug!(volume = place.name, error = %crate::chain::Chain(&error), "channel");
-                if let Some(backend) = self.link.backend_mut() {
-                    backend.channel = None;
-                }
+        let Some(backend) = self.link.backend() else { return };
+        let heard = backend.heard().and_then(|heard| {
+            let Some(message) = heard else { return Ok(()) };
+            if message.request == CONFIG_CHANGE {
+                self.tell_config_change(place); // first: a worker that ends here tells it twice
+            }
+            backend.heeded(&message)
+        });
+        if let Err(error) = heard {
+            debug!(volume = place.name, error = %crate::chain::Chain(&error), "channel");
+            if let Some(backend) = self.link.backend_mut() {
+                backend.channel = None;
             }
         }
     }

@@ -18,6 +18,7 @@ use super::{
     kept::{Commit, FRONT, Thing},
     link::{Link, Lost, has_ended},
     message::{Code, Message, Refused, Region, Request, protocol},
+    protocol::Relayed,
     said::{Item, RingItem, Said, Word},
     wire::{self, Received},
 };
@@ -28,7 +29,7 @@ use std::{
     os::fd::{AsFd as _, AsRawFd as _, OwnedFd},
     path::PathBuf,
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     thread::sleep,
@@ -79,6 +80,8 @@ pub(super) struct Place {
     /// What the export can do, once that was seen: it is told also while there is no back-end.
     pub(super) abilities: Option<Abilities>,
     pub(super) counters: Counters,
+    /// What others are told of the volume.
+    pub(super) status: Arc<Mutex<Relayed>>,
     /// Set when the volume is to be detached, whatever is waited for.
     pub(super) detached: Arc<AtomicBool>,
     /// Set when nobody waits for the end of its thread any more: it changes nothing from then on,
@@ -480,6 +483,7 @@ impl Session {
             if self.link.is_up() && begin.elapsed() <= PATIENCE {
                 break; // one that connects and then fails, again and again, is no back-end
             }
+            place.tell_trouble(&self.link);
             if self.link.is_parked() && !self.held().is_empty() {
                 // No back-end may come before its requests may flow, and the VM must not wait for
                 // that; who holds them back is told so when it ends that.
@@ -551,6 +555,14 @@ impl Place {
             return Err(wire::Error::Gone);
         }
         self.keep.commit(commit)
+    }
+
+    /// Has others know why there is no back-end, also while a front-end waits for one.
+    fn tell_trouble(&self, link: &Link) {
+        let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(front) = &mut status.front_end {
+            (front.trouble, front.deaf) = (link.reason(), link.is_deaf());
+        }
     }
 
     /// Waits a little, refuses who else wants to connect, and ends when the volume is detached.

@@ -76,7 +76,6 @@ struct Served {
     session: Option<Session>,
     orders: mpsc::Receiver<Order>,
     wake: Arc<OwnedFd>,
-    status: Arc<Mutex<Relayed>>,
     noted: Note,
     /// Requests are held back until then at most.
     fence: Option<Instant>,
@@ -113,6 +112,7 @@ impl Volume {
             tracking: attach.tracking,
             abilities: noted.abilities,
             counters: noted.counters,
+            status: Arc::new(Mutex::new(unseen(&attach, noted.counters))),
             detached: detached.clone(),
             abandoned: abandoned.clone(),
         };
@@ -122,7 +122,7 @@ impl Volume {
         }
         let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let (orders, received) = mpsc::channel();
-        let status = Arc::new(Mutex::new(status_of(&attach, &place)));
+        let status = place.status.clone();
         let served = Served {
             attach,
             run: run.clone(),
@@ -130,7 +130,6 @@ impl Volume {
             session,
             orders: received,
             wake: wake.clone(),
-            status: status.clone(),
             noted,
             fence: None,
             seen: HashMap::new(),
@@ -371,9 +370,9 @@ impl Served {
             _ = self.place.commit(&Commit { set, ..Commit::of(&self.place.name) });
             self.noted = note;
         }
-        let mut status = status_of(&self.attach, &self.place);
+        let mut status = unseen(&self.attach, self.place.counters);
         status.front_end = self.look();
-        *self.status.lock().unwrap_or_else(PoisonError::into_inner) = status;
+        *self.place.status.lock().unwrap_or_else(PoisonError::into_inner) = status;
     }
 
     /// The front-end, and how old the requests are that are in flight.
@@ -416,16 +415,17 @@ impl Ready {
     }
 }
 
-fn status_of(attach: &Attach, place: &Place) -> Relayed {
+/// What is told of a volume with no front-end.
+fn unseen(attach: &Attach, counters: Counters) -> Relayed {
     Relayed {
         key: attach.key.clone(),
-        backend: place.backend.clone(),
+        backend: attach.backend.clone(),
         tracking: attach.tracking,
         front_end: None,
-        losses: place.counters.losses,
-        handovers: place.counters.handovers,
-        refused: place.counters.refused,
-        last_stall_us: place.counters.last_stall,
-        longest_stall_us: place.counters.longest_stall,
+        losses: counters.losses,
+        handovers: counters.handovers,
+        refused: counters.refused,
+        last_stall_us: counters.last_stall,
+        longest_stall_us: counters.longest_stall,
     }
 }

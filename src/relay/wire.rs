@@ -16,6 +16,7 @@ use std::{
     io::{self, IoSlice, IoSliceMut},
     mem::MaybeUninit,
     os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd},
+    time::{Duration, Instant},
 };
 
 /// Room for the descriptors of one message, and a few more, so that too many are told from lost.
@@ -83,13 +84,15 @@ pub(super) fn take(socket: BorrowedFd<'_>, length: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// Receives one message; the socket's own time limit is the deadline.
-pub(super) fn receive(socket: BorrowedFd<'_>) -> Result<Received, Error> {
+/// Receives one message within so long, or twice that: the socket has a limit of its own for each
+/// part that comes.
+pub(super) fn receive(socket: BorrowedFd<'_>, limit: Duration) -> Result<Received, Error> {
+    let deadline = Instant::now() + limit;
     let mut header = [0; HEADER];
-    let descriptors = receive_full(socket, &mut header)?;
+    let descriptors = receive_full(socket, &mut header, deadline)?;
     let header = Header::parse(&header)?;
     let mut body = vec![0; header.size];
-    receive_full(socket, &mut body)?;
+    receive_full(socket, &mut body, deadline)?;
     Ok((Message { request: header.request, flags: header.flags, body }, descriptors))
 }
 
@@ -143,10 +146,17 @@ fn peek_chunk(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Option<Chunk>
     }
 }
 
-fn receive_full(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Vec<OwnedFd>, Error> {
+fn receive_full(
+    socket: BorrowedFd<'_>,
+    buffer: &mut [u8],
+    deadline: Instant,
+) -> Result<Vec<OwnedFd>, Error> {
     let mut descriptors = Vec::new();
     let mut length = 0;
     while length < buffer.len() {
+        if Instant::now() > deadline {
+            return Err(Error::Deadline);
+        }
         let chunk = receive_chunk(socket, &mut buffer[length..], RecvFlags::empty())?;
         descriptors.extend(chunk.descriptors);
         length += chunk.length;

@@ -186,6 +186,18 @@ fn a_bad_back_end_is_bounded_and_a_good_one_takes_over() {
 }
 
 #[test]
+fn a_back_end_that_answers_ever_so_slowly_is_given_up() {
+    let relay = Relay::start();
+    let key = process::key(1);
+    relay.attach(&key);
+    let fake = Fake::start(&relay.backend(&key), GET_FEATURES, Manner::Dribble);
+    let front = Front::connect(&relay.socket(&key));
+    front.say(GET_FEATURES, PLAIN, &[], &[]);
+    until("it is given up", || relay.status(&key)["front_end"]["deaf"] == true);
+    drop(fake);
+}
+
+#[test]
 fn a_back_end_that_always_fails_does_not_hold_up_a_detach() {
     let relay = Relay::start();
     let key = process::key(1);
