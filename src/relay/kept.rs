@@ -213,3 +213,72 @@ pub(super) fn receive<T: DeserializeOwned>(
     let word = serde_json::from_slice(&bytes[..received.bytes])?;
     Ok(Some((word, descriptors)))
 }
+
+#[cfg(test)]
+mod test {
+    use super::*;
+    use proptest::{collection::vec, option, prelude::*};
+    use rustix::{
+        fs::{MemfdFlags, fstat, memfd_create},
+        net::{AddressFamily, SocketFlags, SocketType, socketpair},
+    };
+
+    fn thing() -> impl Strategy<Value = Thing> {
+        (vec(any::<u8>(), 0..100), 0_usize..5).prop_map(|(bytes, count)| {
+            let open = |_| Arc::new(memfd_create("test", MemfdFlags::CLOEXEC).unwrap());
+            Thing { bytes, descriptors: (0..count).map(open).collect() }
+        })
+    }
+
+    fn content(thing: &Thing) -> (Vec<u8>, Vec<u64>) {
+        let inode = |fd: &Arc<OwnedFd>| fstat(fd).unwrap().st_ino;
+        (thing.bytes.clone(), thing.descriptors.iter().map(inode).collect())
+    }
+
+    proptest! {
+        #[test]
+        fn a_commit_arrives_as_it_was_sent(
+            volume in ".{0,20}", forget in vec(".{0,20}", 0..4), set in vec((".{0,20}", thing()), 0..6),
+            take in any::<usize>(), answer in option::of(thing()),
+        ) {
+            let sent = Commit { volume, forget, set, take, answer };
+            let kind = SocketType::SEQPACKET;
+            let (a, b) = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();
+            let (parts, descriptors) = sent.parts();
+            send(a.as_fd(), &Word::Commit(parts), &descriptors).unwrap();
+            let Some((Word::Commit(parts), descriptors)) = receive(b.as_fd()).unwrap() else {
+                panic!("no commit");
+            };
+            let got = Commit::from_parts(parts, descriptors).unwrap();
+            prop_assert_eq!((&got.volume, &got.forget, got.take), (&sent.volume, &sent.forget, sent.take));
+            let all = |commit: &Commit| -> Vec<_> {
+                commit.set.iter().map(|(name, thing)| (name.clone(), content(thing))).collect()
+            };
+            prop_assert_eq!(all(&got), all(&sent));
+            prop_assert_eq!(got.answer.as_ref().map(content), sent.answer.as_ref().map(content));
+        }
+    }
+
+    #[test]
+    fn the_longest_commit_fits_into_a_datagram() {
+        // A longest body, recorded as JSON, and answered with as much.
+        let message =
+            super::super::message::Message { request: 24, flags: 1, body: vec![255; 4096] };
+        let bytes = serde_json::to_vec(&message).unwrap();
+        let thing = Thing { bytes, descriptors: Vec::new() };
+        let set = vec![("config".to_owned(), thing)];
+        let answer = Some(Thing { bytes: vec![255; 4108], descriptors: Vec::new() });
+        let commit = Commit { set, answer, take: 4108, ..Commit::of(&"f".repeat(32)) };
+        assert!(serde_json::to_vec(&Word::Commit(commit.parts().0)).unwrap().len() < LONGEST);
+    }
+
+    #[test]
+    fn descriptors_that_are_missing_are_not_made_up() {
+        let thing = Thing {
+            bytes: Vec::new(),
+            descriptors: vec![Arc::new(memfd_create("test", MemfdFlags::CLOEXEC).unwrap())],
+        };
+        let commit = Commit { set: vec![("a".to_owned(), thing)], ..Commit::default() };
+        assert!(Commit::from_parts(commit.parts().0, Vec::new()).is_none());
+    }
+}

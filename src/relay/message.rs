@@ -602,3 +602,87 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
 }
+
+#[cfg(test)]
+mod test {
+    use super::*;
+    use proptest::{collection::vec, prelude::*};
+
+    /// Numbers at which arithmetic goes wrong, if it does anywhere.
+    fn edge() -> impl Strategy<Value = u64> {
+        prop_oneof![
+            Just(0),
+            Just(1),
+            Just(u64::MAX),
+            Just(u64::MAX - 4095),
+            Just(1 << 63),
+            Just(u64::from(u32::MAX)),
+            0_u64..2048,
+            any::<u64>(),
+        ]
+    }
+
+    /// Whole words more often than not.
+    fn body() -> impl Strategy<Value = Vec<u8>> {
+        (vec(edge(), 0..36), 0_usize..14).prop_map(|(words, less)| {
+            let mut bytes: Vec<_> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+            bytes.truncate(bytes.len().saturating_sub(less.saturating_sub(6)));
+            bytes
+        })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(4000))]
+
+        #[test]
+        fn any_message_is_a_request_or_refused(
+            request in 0_u32..45,
+            flags in prop_oneof![Just(1_u32), any::<u32>()],
+            body in body(),
+            descriptors in 0_usize..12,
+        ) {
+            let message = Message { request, flags, body };
+            if let Ok(request) = message.parse(descriptors) {
+                prop_assert_eq!(Code::of(message.request).unwrap().number(), message.request);
+                if let Request::SetMemTable(regions) = &request {
+                    prop_assert_eq!(regions.len(), descriptors);
+                    for one in regions {
+                        prop_assert!(check_apart(Code::AddMemReg, one, regions).is_err());
+                    }
+                }
+                if let Request::SetInflightFd(shape) = request {
+                    prop_assert_eq!(message.as_shape(), Some(shape));
+                }
+            }
+        }
+
+        #[test]
+        fn a_ring_that_passes_lies_in_one_region(
+            descriptors in edge(), used in edge(), available in edge(),
+            user in edge(), size in edge(), guest in edge(), exponent in 0_u32..11,
+        ) {
+            let mut bytes = vec![0; 8];
+            for word in [guest, size, user, 0] {
+                bytes.extend(word.to_le_bytes());
+            }
+            let Ok(Request::AddMemReg(region)) = Message::new(Code::AddMemReg, bytes).parse(1)
+            else { return Ok(()) };
+            let addresses = Addresses { ring: 0, descriptors, used, available };
+            let entries = 1_u32 << exponent;
+            if addresses.check_within(entries, &[region]).is_ok() {
+                for start in [descriptors, used, available] {
+                    prop_assert!(start >= user && start - user < size);
+                }
+            }
+        }
+
+        #[test]
+        fn a_header_is_read_as_it_was_written(bytes in any::<[u8; HEADER]>()) {
+            if let Ok(header) = Header::parse(&bytes) {
+                let body = vec![0; header.size];
+                let message = Message { request: header.request, flags: header.flags, body };
+                prop_assert!(message.bytes().starts_with(&bytes));
+            }
+        }
+    }
+}

@@ -58,19 +58,20 @@ pub(super) fn peek(socket: BorrowedFd<'_>) -> Result<Option<Received>, Error> {
     let mut bytes = vec![0; HEADER + LONGEST_BODY + 1];
     let Some(first) = peek_chunk(socket, &mut bytes)? else { return Ok(None) };
     let mut there = first.length;
-    while let Some(header) = bytes[..there].first_chunk() {
-        let header = Header::parse(header)?;
-        let length = HEADER + header.size;
-        if there >= length {
-            let body = bytes[HEADER..length].to_vec();
-            let message = Message { request: header.request, flags: header.flags, body };
-            let own = if first.length <= length { first.descriptors } else { Vec::new() };
-            return Ok(Some((message, own)));
+    loop {
+        if let Some(header) = bytes[..there].first_chunk() {
+            let header = Header::parse(header)?;
+            let length = HEADER + header.size;
+            if there >= length {
+                let body = bytes[HEADER..length].to_vec();
+                let message = Message { request: header.request, flags: header.flags, body };
+                let own = if first.length <= length { first.descriptors } else { Vec::new() };
+                return Ok(Some((message, own)));
+            }
         }
         let Some(more) = peek_chunk(socket, &mut bytes[there..])? else { return Ok(None) };
         there += more.length;
     }
-    Ok(None)
 }
 
 /// Takes so many bytes, and drops them. They must be there.
@@ -224,5 +225,79 @@ impl From<Errno> for Error {
             Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN => Self::Gone,
             other => Self::Io(other.into()),
         }
+    }
+}
+
+#[cfg(test)]
+mod test {
+    use super::super::message::Code;
+    use super::*;
+    use proptest::{collection::vec, prelude::*};
+    use rustix::fs::{MemfdFlags, fstat, memfd_create};
+    use std::os::unix::net::UnixStream;
+
+    fn inodes(descriptors: &[OwnedFd]) -> Vec<u64> {
+        descriptors.iter().map(|fd| fstat(fd).unwrap().st_ino).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn every_message_is_seen_whole_and_with_its_own_descriptors(
+            messages in vec((0_usize..80, 0_usize..4, vec(1_usize..30, 0..4)), 1..6),
+        ) {
+            let (front, back) = UnixStream::pair().unwrap();
+            let mut seen = Vec::new();
+            let mut sent = Vec::new();
+            let mut see = || while let Some((message, descriptors)) = peek(back.as_fd()).unwrap() {
+                take(back.as_fd(), message.bytes().len()).unwrap();
+                seen.push((message, inodes(&descriptors)));
+            };
+            for (index, (size, count, cuts)) in messages.into_iter().enumerate() {
+                let body = vec![u8::try_from(index).unwrap(); size];
+                let message = Message::new(Code::SetMemTable, body);
+                let open = |_| memfd_create("test", MemfdFlags::CLOEXEC).unwrap();
+                let mut descriptors: Vec<_> = (0..count).map(open).collect();
+                let bytes = message.bytes();
+                let mut rest = bytes.as_slice();
+                sent.push((message, inodes(&descriptors)));
+                for cut in cuts {
+                    let (part, others) = rest.split_at(cut.min(rest.len()));
+                    rest = others;
+                    if !part.is_empty() {
+                        send_now(front.as_fd(), part, &std::mem::take(&mut descriptors)).unwrap();
+                        if index % 2 == 0 {
+                            see();
+                        }
+                    }
+                }
+                if !rest.is_empty() {
+                    send_now(front.as_fd(), rest, &descriptors).unwrap();
+                }
+            }
+            see();
+            prop_assert_eq!(seen, sent);
+            prop_assert!(peek(back.as_fd()).unwrap().is_none());
+        }
+
+        #[test]
+        fn whatever_comes_is_a_message_or_an_error(bytes in vec(any::<u8>(), 1..6000)) {
+            let (front, back) = UnixStream::pair().unwrap();
+            let none: &[OwnedFd] = &[];
+            send_now(front.as_fd(), &bytes, none).unwrap();
+            if let Ok(Some((message, _))) = peek(back.as_fd()) {
+                prop_assert!(bytes.starts_with(&message.bytes()));
+            }
+        }
+    }
+
+    #[test]
+    fn the_end_of_the_other_side_shows_behind_its_last_message() {
+        let (front, back) = UnixStream::pair().unwrap();
+        let message = Message::number(Code::SetFeatures, 7);
+        send(front.as_fd(), &message, &[] as &[OwnedFd]).unwrap();
+        drop(front);
+        assert_eq!(peek(back.as_fd()).unwrap().unwrap().0, message);
+        take(back.as_fd(), message.bytes().len()).unwrap();
+        assert!(matches!(peek(back.as_fd()), Err(Error::Gone)));
     }
 }
