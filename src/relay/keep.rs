@@ -66,6 +66,7 @@ impl Keep {
     /// Carries out a commit; an error if the front-end could not be answered.
     pub(super) fn commit(&self, commit: &Commit) -> Result<(), wire::Error> {
         let mut inner = self.lock();
+        let before = looked(&inner.kept, commit);
         let asked = inner.keeper.as_ref().map(|keeper| ask(&keeper.socket, commit));
         let mut own = commit.clone();
         match asked {
@@ -80,9 +81,11 @@ impl Keep {
                 if let Some(keeper) = inner.keeper.take() {
                     keeper.end();
                 }
-                if !still_there(&inner.kept, &own) {
+                let taken = before.saturating_sub(looked(&inner.kept, &own));
+                if own.take > 0 && taken >= own.take {
                     (own.take, own.answer) = (0, None); // its last deed
                 }
+                own.take = own.take.saturating_sub(taken);
                 inner.kept.apply(&own)
             }
             None => inner.kept.apply(&own),
@@ -166,16 +169,12 @@ fn await_end(process: &OwnedFd, limit: Duration) -> bool {
     }
 }
 
-/// Whether the request that the commit takes is still in the front-end's socket. A request that
-/// looks the same and came right behind it gets the same answer, so it may be taken for it.
-fn still_there(kept: &Kept, commit: &Commit) -> bool {
+/// How far the front-end's socket was looked at; less by what the keeper has taken since.
+fn looked(kept: &Kept, commit: &Commit) -> usize {
     let things = kept.0.get(&commit.volume);
     let front = things.and_then(|things| things.get(kept::FRONT));
-    let Some(front) = front.and_then(|front| front.descriptors.first()) else { return false };
-    match wire::peek(front.as_fd()) {
-        Ok(Some((message, _))) => message.bytes().len() == commit.take,
-        Ok(None) | Err(_) => false,
-    }
+    let front = front.and_then(|front| front.descriptors.first());
+    front.and_then(|front| wire::looked(front.as_fd()).ok()).unwrap_or_default()
 }
 
 fn reach(path: &Path) -> anyhow::Result<OwnedFd> {
@@ -235,5 +234,55 @@ fn ask(keeper: &OwnedFd, commit: &Commit) -> io::Result<Result<(), wire::Error>>
         Some((Reply::Lost(why), _)) => Ok(Err(wire::Error::Io(io::Error::other(why)))),
         None => Err(io::ErrorKind::UnexpectedEof.into()),
         Some((other, _)) => Err(io::Error::other(format!("unexpected {other:?}"))),
+    }
+}
+
+#[cfg(test)]
+mod test {
+    use super::super::message::{Code, Message};
+    use super::*;
+    use rustix::net::socketpair;
+    use std::{os::unix::net::UnixStream, process::Command};
+
+    /// A keep whose keeper does `deed` with the socket of a front-end, and dies.
+    fn keep_with(front: &UnixStream, deed: impl FnOnce(&UnixStream) + Send + 'static) -> Keep {
+        let kind = SocketType::SEQPACKET;
+        let pair = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None);
+        let (socket, theirs) = pair.unwrap();
+        let own = front.try_clone().unwrap();
+        std::thread::spawn(move || {
+            kept::receive::<Word>(theirs.as_fd()).unwrap().unwrap();
+            deed(&own);
+        });
+        let child = Command::new("sleep").arg("60").spawn().unwrap();
+        let process = pidfd_open(rustix::process::Pid::from_child(&child), PidfdFlags::empty());
+        let keeper = Some(Keeper { socket, process: process.unwrap() });
+        let mut kept = Kept::default();
+        let descriptors = vec![Arc::new(OwnedFd::from(front.try_clone().unwrap()))];
+        let thing = Thing { bytes: Vec::new(), descriptors };
+        kept.0.entry("v".to_owned()).or_default().insert(kept::FRONT.to_owned(), thing);
+        Keep { socket: PathBuf::new(), inner: Arc::new(Mutex::new(Inner { keeper, kept })) }
+    }
+
+    /// Two requests that are equally long come at once, and the keeper dies over the first.
+    fn second_after(deed: impl FnOnce(&UnixStream) + Send + 'static) -> Message {
+        let (vm, front) = UnixStream::pair().unwrap();
+        let requests = [7, 8].map(|number| Message::number(Code::SetFeatures, number));
+        for request in &requests {
+            wire::send(vm.as_fd(), request, &[] as &[OwnedFd]).unwrap();
+        }
+        let keep = keep_with(&front, deed);
+        let (first, _) = wire::peek(front.as_fd()).unwrap().unwrap();
+        let commit = Commit { take: first.bytes().len(), ..Commit::of("v") };
+        keep.commit(&commit).unwrap();
+        wire::peek(front.as_fd()).unwrap().unwrap().0
+    }
+
+    #[test]
+    fn no_request_is_lost_or_done_twice_whenever_the_keeper_dies() {
+        for taken in [0, 1, 12, 20] {
+            let deed = move |front: &UnixStream| _ = wire::take(front.as_fd(), taken);
+            assert_eq!(second_after(deed).as_number(), Some(8), "{taken} bytes were taken");
+        }
     }
 }

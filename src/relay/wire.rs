@@ -197,6 +197,29 @@ fn receive_chunk(
     Ok(Chunk { length: received.bytes, descriptors })
 }
 
+/// Where the next look would begin. Whoever takes bytes, in whichever process, moves it back by as
+/// many: so the difference to an earlier answer, with no look between, is what was taken.
+#[expect(unsafe_code, reason = "no crate of ours has SO_PEEK_OFF")]
+pub(super) fn looked(socket: BorrowedFd<'_>) -> Result<usize, Error> {
+    let mut offset: libc::c_int = 0;
+    let mut size = INT_SIZE;
+    // SAFETY: the descriptor is open for as long as it is borrowed; the kernel writes one int, of
+    // the size we say, to a local variable, and its size to another, and keeps no pointer to them.
+    let outcome = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEEK_OFF,
+            (&raw mut offset).cast(),
+            &raw mut size,
+        )
+    };
+    if outcome == 0 {
+        return Ok(usize::try_from(offset).unwrap_or_default());
+    }
+    Err(Error::Io(io::Error::last_os_error()))
+}
+
 /// The next look begins at the first byte that was not taken, wherever the last one ended.
 #[expect(unsafe_code, reason = "no crate of ours has SO_PEEK_OFF")]
 fn rewind_peeking(socket: BorrowedFd<'_>) -> Result<(), Error> {
@@ -288,6 +311,24 @@ mod test {
                 prop_assert!(bytes.starts_with(&message.bytes()));
             }
         }
+    }
+
+    #[test]
+    fn what_somebody_else_takes_can_be_told() {
+        let (front, back) = UnixStream::pair().unwrap();
+        let other = back.try_clone().unwrap();
+        let message = Message::number(Code::SetFeatures, 7);
+        for _ in 0..3 {
+            send(front.as_fd(), &message, &[] as &[OwnedFd]).unwrap();
+        }
+        peek(back.as_fd()).unwrap();
+        let before = looked(back.as_fd()).unwrap();
+        send(front.as_fd(), &message, &[] as &[OwnedFd]).unwrap();
+        assert_eq!(looked(back.as_fd()).unwrap(), before);
+        take(other.as_fd(), 7).unwrap();
+        assert_eq!(before - looked(back.as_fd()).unwrap(), 7);
+        take(other.as_fd(), 13).unwrap();
+        assert_eq!(before - looked(back.as_fd()).unwrap(), 20);
     }
 
     #[test]
