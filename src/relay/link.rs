@@ -267,10 +267,7 @@ impl Session {
             self.wait_longer();
             return;
         }
-        let (rings, kick) = match parked {
-            true => (Rings::Parked, Kick::Silent),
-            false => (Rings::Flowing, Kick::FrontEnd),
-        };
+        let (rings, kick) = kicks(parked);
         let connected = self.connect(place, &place.backend.clone()).and_then(|backend| {
             backend.start_rings(&self.said, self.inflight.as_ref(), kick)?;
             Ok(backend)
@@ -499,10 +496,7 @@ impl Session {
         }
         path.clone_into(&mut place.backend);
         self.link.close();
-        let (rings, kick) = match was_parked {
-            true => (Rings::Parked, Kick::Silent),
-            false => (Rings::Flowing, Kick::FrontEnd),
-        };
+        let (rings, kick) = kicks(was_parked);
         self.link = Link::Up(Up { busy: Some(false), ..Up::new(next, rings, FIRST_RETRY) });
         self.begin_exchange(place);
         if let Link::Up(up) = &self.link
@@ -518,6 +512,11 @@ impl Session {
         place.counters.note_stall(stopped);
         Ok(stopped)
     }
+}
+
+/// How rings are set up where a back-end is to serve, or to hold still.
+fn kicks(parked: bool) -> (Rings, Kick) {
+    if parked { (Rings::Parked, Kick::Silent) } else { (Rings::Flowing, Kick::FrontEnd) }
 }
 
 /// Ends a connection for both sides and all who share it.

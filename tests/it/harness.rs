@@ -338,8 +338,9 @@ impl Drop for Driver {
     fn drop(&mut self) {
         if std::thread::panicking() {
             let log = fs::read_to_string(self.path("log")).unwrap_or_default();
-            let supervisor = fs::read_to_string(self.path("run/supervisor.log"));
-            eprintln!("driver:\n{log}\nsupervisor:\n{}", supervisor.unwrap_or_default());
+            let [supervisor, relay] = ["run/supervisor.log", "run/relay/relay.log"]
+                .map(|name| fs::read_to_string(self.path(name)).unwrap_or_default());
+            eprintln!("driver:\n{log}\nsupervisor:\n{supervisor}\nrelay:\n{relay}");
         }
         if let Some(mut process) = self.process.take() {
             _ = process.kill();

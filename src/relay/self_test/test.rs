@@ -105,7 +105,7 @@ fn spoiled(
         for (connection, front) in (1..).zip(listener.incoming()) {
             let (front, back) = (front.unwrap(), UnixStream::connect(&backend).unwrap());
             let mut seen = Vec::new();
-            while let Ok(mut received) = wire::receive(front.as_fd()) {
+            while let Ok(mut received) = wire::receive(front.as_fd(), LIMIT) {
                 let number = received.0.request;
                 seen.push(number);
                 let count = seen.iter().filter(|one| **one == number).count();
@@ -120,7 +120,9 @@ fn spoiled(
                 }
                 wire::send(back.as_fd(), &received.0, &received.1).unwrap();
                 if question.needs_reply() || GETTERS.iter().any(is_get) {
-                    let Ok((mut reply, descriptors)) = wire::receive(back.as_fd()) else { break };
+                    let Ok((mut reply, descriptors)) = wire::receive(back.as_fd(), LIMIT) else {
+                        break;
+                    };
                     if let Fate::Offer(bits) = fate {
                         let all = reply.as_number().unwrap() | bits;
                         reply = reply.reply(all.to_le_bytes().to_vec());
@@ -295,7 +297,7 @@ fn a_beginning_where_the_used_ring_ends_is_seen() {
 #[test]
 fn a_back_end_that_refuses_the_feature_is_told_from_a_dead_one() {
     let refusing = |stream: UnixStream| {
-        while let Ok((message, _)) = wire::receive(stream.as_fd()) {
+        while let Ok((message, _)) = wire::receive(stream.as_fd(), LIMIT) {
             let number = match code_of(message.request) {
                 Code::SetProtocolFeatures => {
                     let taken = message.as_number().unwrap();
@@ -330,7 +332,7 @@ fn a_back_end_that_never_answers_is_given_up() {
 #[test]
 fn a_back_end_that_dawdles_is_given_up() {
     let (outcome, time) = against(|stream| {
-        while let Ok((message, _)) = wire::receive(stream.as_fd()) {
+        while let Ok((message, _)) = wire::receive(stream.as_fd(), LIMIT) {
             if GETTERS.contains(&code_of(message.request)) {
                 sleep(STEP * 4 / 5);
                 let reply = message.reply(u64::MAX.to_le_bytes().to_vec());
