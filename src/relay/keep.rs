@@ -134,7 +134,11 @@ impl Keep {
         let mut inner = self.lock();
         let keeper = hello(socket, true)?;
         for (volume, things) in &inner.kept.0 {
-            for (name, thing) in things {
+            // The front-end comes last: without it, the rest means nothing to the next worker, if
+            // this one ends before that has everything.
+            let (front, rest): (Vec<_>, Vec<_>) =
+                things.iter().partition(|(name, _)| *name == kept::FRONT);
+            for (name, thing) in rest.into_iter().chain(front) {
                 let set = vec![(name.clone(), thing.clone())];
                 ask(&keeper.socket, &Commit { set, ..Commit::of(volume) })??;
             }

@@ -154,7 +154,7 @@ impl Session {
             inflight: None,
             config: None,
             link: Link::begin(),
-            step: Commit::of(&place.name),
+            step: Commit { forget: everything(), ..Commit::of(&place.name) },
         };
         session.keep_front();
         session
@@ -187,9 +187,23 @@ impl Session {
         };
         if let Err(error) = session.map_inflight() {
             warn!(volume = place.name, %error, "inflight buffer");
+            session.link.close();
             session.link = Link::begin();
         }
         Some(session)
+    }
+
+    /// Ends what is kept of a session that cannot be restored: its front-end connects again, and
+    /// the daemon serves another.
+    pub(super) fn forget_remains(things: &BTreeMap<String, Thing>, place: &Place) {
+        for thing in [FRONT, Link::NAME].iter().filter_map(|name| things.get(*name)) {
+            warn!(volume = place.name, "what is left of a session is of no use");
+            thing.descriptors.iter().for_each(|socket| super::link::hang_up(socket));
+        }
+        let commit = Commit { forget: everything(), ..Commit::of(&place.name) };
+        if let Err(error) = place.commit(&commit) {
+            warn!(volume = place.name, %error, "forgetting a session");
+        }
     }
 
     /// Serves the next request, if it is there whole.
@@ -537,12 +551,16 @@ impl Session {
         }
         super::link::hang_up(&self.front.socket);
         self.link.close();
-        let forget = [FRONT, SAID, CONFIG, Link::NAME].map(str::to_owned).to_vec();
-        let commit = Commit { forget, ..Commit::of(&place.name) };
+        let commit = Commit { forget: everything(), ..Commit::of(&place.name) };
         if let Err(error) = place.commit(&commit) {
             warn!(volume = place.name, %error, "forgetting a front-end");
         }
     }
+}
+
+/// The beginnings of the names of all that is kept of a session.
+fn everything() -> Vec<String> {
+    [FRONT, SAID, CONFIG, Link::NAME].map(str::to_owned).to_vec()
 }
 
 /// The body of an answer, and its descriptors.

@@ -117,6 +117,9 @@ impl Volume {
             abandoned: abandoned.clone(),
         };
         let session = Session::restore(things, &place);
+        if session.is_none() {
+            Session::forget_remains(things, &place);
+        }
         if let Some(backend) = session.as_ref().and_then(|one| one.link.backend()) {
             place.abilities = Some(backend.abilities);
         }
