@@ -3,7 +3,7 @@
 //! The worker keeps a copy of all of it, so that the keeper may die, too: until there is another
 //! one, commits are carried out by the worker itself, and the next keeper is given everything.
 
-use super::kept::{self, Commit, Kept, Reply, Thing, VERSION, Word};
+use super::kept::{self, Commit, Dropped, Kept, Reply, Thing, VERSION, Word};
 use super::wire;
 use crate::run::RunDir;
 use rustix::{
@@ -65,6 +65,7 @@ impl Keep {
 
     /// Carries out a commit; an error if the front-end could not be answered.
     pub(super) fn commit(&self, commit: &Commit) -> Result<(), wire::Error> {
+        let mut dropped = Dropped::new(); // beyond the lock
         let mut inner = self.lock();
         let before = looked(&inner.kept, commit);
         let asked = inner.keeper.as_ref().map(|keeper| ask(&keeper.socket, commit));
@@ -73,7 +74,7 @@ impl Keep {
             Some(Ok(outcome)) => {
                 // The keeper has done what can be done only once.
                 (own.take, own.answer) = (0, None);
-                _ = inner.kept.apply(&own);
+                _ = inner.kept.apply(&own, &mut dropped);
                 outcome
             }
             Some(Err(error)) => {
@@ -86,9 +87,9 @@ impl Keep {
                     (own.take, own.answer) = (0, None); // its last deed
                 }
                 own.take = own.take.saturating_sub(taken);
-                inner.kept.apply(&own)
+                inner.kept.apply(&own, &mut dropped)
             }
-            None => inner.kept.apply(&own),
+            None => inner.kept.apply(&own, &mut dropped),
         }
     }
 

@@ -9,7 +9,7 @@
 //! Either may die alone: the next worker is given everything by the keeper, the next keeper by the
 //! worker. Both dying at once is the one case left to QEMU's `reconnect`.
 
-use super::kept::{self, Commit, Kept, Reply, VERSION, Word};
+use super::kept::{self, Commit, Dropped, Kept, Reply, VERSION, Word};
 use crate::run::RunDir;
 use anyhow::Context as _;
 use rustix::{
@@ -23,6 +23,7 @@ use rustix::{
     process::{Resource, getrlimit, setrlimit, umask},
 };
 use std::{
+    collections::BTreeMap,
     fs::{self, OpenOptions},
     io,
     os::{
@@ -31,6 +32,7 @@ use std::{
     },
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
+    sync::mpsc,
     time::{Duration, Instant},
 };
 use tracing::{error, info, warn};
@@ -49,12 +51,18 @@ const ARRIVAL: Duration = Duration::from_millis(200);
 const STEADY: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
+/// It only closes.
+const CLOSER_STACK: usize = 64 << 10;
+
 struct Keeper {
     run: RunDir,
     kept: Kept,
     listener: OwnedFd,
     worker: Option<OwnedFd>,
     children: Vec<Child>,
+    /// Where the descriptors of each volume are closed: a thread of its own, so that one whose end
+    /// takes long holds up nobody else.
+    closers: BTreeMap<String, mpsc::Sender<Dropped>>,
     /// What to run as the worker, beside the program of the keeper itself.
     upgrade: Option<PathBuf>,
     started: Option<Instant>,
@@ -76,6 +84,7 @@ pub(super) fn run(run: RunDir) -> anyhow::Result<()> {
         listener,
         worker: None,
         children: Vec::new(),
+        closers: BTreeMap::new(),
         upgrade: None,
         started: None,
         hasty_ends: 0,
@@ -87,6 +96,16 @@ pub(super) fn run(run: RunDir) -> anyhow::Result<()> {
     info!("nothing to keep; ending");
     _ = fs::remove_file(&path); // ours: the supervisor runs one at a time
     Ok(())
+}
+
+fn closer() -> mpsc::Sender<Dropped> {
+    let (sender, receiver) = mpsc::channel::<Dropped>();
+    let thread = std::thread::Builder::new().stack_size(CLOSER_STACK);
+    let spawned = thread.spawn(move || receiver.into_iter().for_each(drop));
+    if let Err(error) = spawned {
+        warn!(%error, "a thread to close descriptors"); // the sender closes them
+    }
+    sender
 }
 
 /// A VM's memory and rings are some dozen descriptors, here and in the worker, which inherits this.
@@ -252,15 +271,28 @@ impl Keeper {
         }
     }
 
+    fn close(&mut self, volume: &str, dropped: Dropped) {
+        if !dropped.is_empty() {
+            let closer = self.closers.entry(volume.to_owned()).or_insert_with(closer);
+            _ = closer.send(dropped); // its thread ends after the sender
+        }
+        if !self.kept.0.contains_key(volume) {
+            self.closers.remove(volume);
+        }
+    }
+
     fn obey(&mut self, worker: &OwnedFd, word: Word, descriptors: Vec<OwnedFd>) -> io::Result<()> {
         let reply = match word {
             Word::Commit(parts) => {
                 let commit = Commit::from_parts(parts, descriptors);
                 let commit = commit.ok_or_else(|| io::Error::other("descriptors are missing"))?;
-                match self.kept.apply(&commit) {
+                let mut dropped = Dropped::new();
+                let reply = match self.kept.apply(&commit, &mut dropped) {
                     Ok(()) => Reply::Done,
                     Err(error) => Reply::Lost(error.to_string()),
-                }
+                };
+                self.close(&commit.volume, dropped);
+                reply
             }
             Word::Upgrade { program } => {
                 info!(program = %program.display(), "the next worker");

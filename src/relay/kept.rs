@@ -46,6 +46,9 @@ pub(super) struct Thing {
 #[derive(Debug, Default)]
 pub(super) struct Kept(pub(super) BTreeMap<String, BTreeMap<String, Thing>>);
 
+/// Descriptors to close where nobody waits for it.
+pub(super) type Dropped = Vec<Arc<OwnedFd>>;
+
 /// A step of one volume, with everything that must happen together.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Commit {
@@ -114,13 +117,22 @@ pub(super) enum Reply {
 
 impl Kept {
     /// Carries out a commit. What is kept changes in any case; a front-end that cannot be answered
-    /// is an error.
-    pub(super) fn apply(&mut self, commit: &Commit) -> Result<(), wire::Error> {
+    /// is an error. What is not needed any more goes to `dropped`, and not further: a descriptor
+    /// may be closed as slowly as the one who made it likes (a socket that lingers).
+    pub(super) fn apply(
+        &mut self,
+        commit: &Commit,
+        dropped: &mut Dropped,
+    ) -> Result<(), wire::Error> {
         let things = self.0.entry(commit.volume.clone()).or_default();
         let front = things.get(FRONT).and_then(|front| front.descriptors.first()).cloned();
         let is_forgotten = |name: &str| commit.forget.iter().any(|begin| name.starts_with(begin));
-        things.retain(|name, _| !is_forgotten(name));
-        things.extend(commit.set.iter().cloned());
+        let forgotten = things.extract_if(.., |name, _| is_forgotten(name));
+        dropped.extend(forgotten.flat_map(|(_, thing)| thing.descriptors));
+        for (name, thing) in commit.set.iter().cloned() {
+            let replaced = things.insert(name, thing);
+            dropped.extend(replaced.into_iter().flat_map(|thing| thing.descriptors));
+        }
         if things.is_empty() {
             self.0.remove(&commit.volume);
         }
@@ -128,7 +140,8 @@ impl Kept {
             return Ok(());
         }
         let front = front.ok_or(wire::Error::Gone)?;
-        wire::take(front.as_fd(), commit.take)?;
+        let taken = wire::take(front.as_fd(), commit.take)?;
+        dropped.extend(taken.into_iter().map(Arc::new));
         match &commit.answer {
             Some(Thing { bytes, descriptors }) => wire::send_now(front.as_fd(), bytes, descriptors),
             None => Ok(()),

@@ -19,8 +19,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Room for the descriptors of one message, and a few more, so that too many are told from lost.
-const MOST: usize = 64;
+/// Room for as many descriptors as the kernel passes at once (`SCM_MAX_FD`): those that find none
+/// would be closed right there, in whoever looks.
+const MOST: usize = 253;
 
 /// Why nothing was received.
 #[derive(Debug, thiserror::Error)]
@@ -74,15 +75,18 @@ pub(super) fn peek(socket: BorrowedFd<'_>) -> Result<Option<Received>, Error> {
     }
 }
 
-/// Takes so many bytes, and drops them. They must be there.
-pub(super) fn take(socket: BorrowedFd<'_>, length: usize) -> Result<(), Error> {
+/// Takes so many bytes, and drops them. They must be there. The descriptors with them are for the
+/// caller to close.
+pub(super) fn take(socket: BorrowedFd<'_>, length: usize) -> Result<Vec<OwnedFd>, Error> {
     let mut rest = vec![0; length];
     let mut taken = 0;
+    let mut descriptors = Vec::new();
     while taken < length {
         let chunk = receive_chunk(socket, &mut rest[taken..], RecvFlags::DONTWAIT)?;
         taken += chunk.length;
+        descriptors.extend(chunk.descriptors);
     }
-    Ok(())
+    Ok(descriptors)
 }
 
 /// Receives one message within so long, or twice that: the socket has a limit of its own for each

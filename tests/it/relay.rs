@@ -9,7 +9,7 @@ use crate::harness::is_alive;
 use backend::{Fake, Manner};
 use front::{
     ADD_MEM_REG, Disk, Front, GET_CONFIG, GET_FEATURES, GET_PROTOCOL, GET_VRING_BASE, MEMORY,
-    NEED_REPLY, PLAIN, SET_BACKEND_REQ_FD, SET_FEATURES, SET_INFLIGHT, SET_VRING_ADDR,
+    NEED_REPLY, PLAIN, REM_MEM_REG, SET_BACKEND_REQ_FD, SET_FEATURES, SET_INFLIGHT, SET_VRING_ADDR,
     SET_VRING_CALL, SET_VRING_KICK, SET_VRING_NUM, USER, addresses, body, event, memfd, message,
     region, ring, shape,
 };
@@ -21,6 +21,38 @@ use std::{
     thread::sleep,
     time::{Duration, Instant},
 };
+
+#[test]
+fn hundreds_of_bad_front_ends_leave_no_descriptor_behind() {
+    let mut relay = Relay::start();
+    let key = relay.serve(1);
+    Disk::open(&relay.socket(&key)).works(0, 1);
+    let (worker, keeper) = (relay.worker(), relay.keeper());
+    until("nobody is there", || relay.status(&key)["front_end"].is_null());
+    let before = (descriptors(worker), descriptors(keeper));
+    for round in 0..300_u64 {
+        let mut front = Front::connect(&relay.socket(&key));
+        front.negotiate();
+        let file = memfd(MEMORY);
+        for at in 0..round % 8 {
+            front.say(
+                ADD_MEM_REG,
+                PLAIN,
+                &region(at * MEMORY, MEMORY, USER + at * MEMORY),
+                &[&file],
+            );
+        }
+        front.say(SET_BACKEND_REQ_FD, PLAIN, &[], &[&event()]);
+        front.say(SET_VRING_CALL, PLAIN, &body(&[round % 64]), &[&event()]);
+        if round % 2 == 0 {
+            front.say(99, PLAIN, &[], &[&file]);
+            assert!(front.is_dropped());
+        }
+    }
+    until("all is closed", || (descriptors(worker), descriptors(keeper)) <= before);
+    assert_eq!(relay.worker(), worker);
+    Disk::open(&relay.socket(&key)).works(0, 2);
+}
 
 #[test]
 fn a_front_end_cannot_have_the_relay_keep_descriptors_without_end() {
@@ -112,6 +144,42 @@ fn an_eventfd_that_blocks_holds_up_nobody() {
     sleep(Duration::from_millis(500));
     assert_eq!(relay.ask(&json!({ "detach": one })), "done");
     Disk::open(&relay.socket(&other)).works(0, 1);
+}
+
+/// Sockets whose end waits for a peer that does not read: as descriptors, closed by the relay.
+#[test]
+fn descriptors_that_take_long_to_close_hold_up_no_other_volume() {
+    let mut relay = Relay::start();
+    let (one, other) = (relay.serve(1), relay.serve(2));
+    let worker = relay.worker();
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let lingering = || {
+        let socket = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(20))).unwrap();
+        socket.set_nonblocking(true).unwrap();
+        while std::io::Write::write(&mut &socket, &[0; 1 << 16]).is_ok() {}
+        socket
+    };
+    let [a, b, c, d] = [(); 4].map(|()| lingering());
+    let mut front = Front::connect(&relay.socket(&one));
+    front.negotiate();
+    front.say(SET_BACKEND_REQ_FD, PLAIN, &[], &[&a]);
+    front.say(REM_MEM_REG, PLAIN, &region(0, MEMORY, USER), &[&b]);
+    front.say(SET_BACKEND_REQ_FD, PLAIN, &[], &[&event()]);
+    front.say(98, PLAIN, &[], &[&c]);
+    front.say(99, PLAIN, &[], &[&d]);
+    drop((a, b, c, d));
+    drop(front);
+    let begin = Instant::now();
+    let mut longest = Duration::ZERO;
+    while begin.elapsed() < Duration::from_secs(5) {
+        let open = Instant::now();
+        Disk::open(&relay.socket(&other)).works(0, 1);
+        longest = longest.max(open.elapsed());
+    }
+    eprintln!("the longest open of another volume: {longest:?}");
+    assert!(longest < Duration::from_secs(3), "{longest:?}");
+    assert_eq!(relay.worker(), worker);
 }
 
 #[test]

@@ -216,6 +216,13 @@ impl Front {
     }
 }
 
+impl Drop for Front {
+    /// At once, also where a process that another test has just forked still has a copy.
+    fn drop(&mut self) {
+        _ = self.socket.shutdown(std::net::Shutdown::Both);
+    }
+}
+
 /// The bytes of a message.
 pub(crate) fn message(request: u32, flags: u32, body: &[u8]) -> Vec<u8> {
     let size = u32::try_from(body.len()).unwrap();
