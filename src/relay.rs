@@ -33,6 +33,7 @@ mod link;
 mod memory;
 mod message;
 mod protocol;
+mod quiet;
 mod said;
 mod self_test;
 mod session;

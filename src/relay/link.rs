@@ -278,7 +278,8 @@ impl Session {
                     place.counters.note_stall(since.elapsed());
                     place.counters.losses += 1;
                     let stall = since.elapsed();
-                    if pause == FIRST_RETRY || stall > USUAL {
+                    let is_news = pause == FIRST_RETRY || stall > USUAL;
+                    if is_news && place.quiet.allows(&place.name) {
                         info!(volume = place.name, ?stall, "another back-end took over");
                     }
                 }
@@ -370,7 +371,7 @@ impl Session {
         let Lost { why, deaf } = lost;
         let Link::Up(up) = &self.link else { return };
         let (steady, pause) = (up.begun.elapsed() > STEADY, up.pause);
-        if steady || pause == FIRST_RETRY {
+        if (steady || pause == FIRST_RETRY) && place.quiet.allows(&place.name) {
             warn!(volume = place.name, why, deaf, "back-end lost");
         }
         let parked = self.link.is_parked();

@@ -19,10 +19,11 @@ use super::{
     link::{Link, Lost, has_ended},
     message::{Code, Message, Refused, Region, Request, protocol},
     protocol::Relayed,
+    quiet::Quiet,
     said::{Item, RingItem, Said, Word},
     wire::{self, Received},
 };
-use rustix::net::SocketFlags;
+use rustix::{io::Errno, net::SocketFlags};
 use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
@@ -43,6 +44,9 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
 /// How long a front-end may take to send the rest of a message.
 const REST: Duration = Duration::from_secs(5);
+
+/// Connections that the kernel holds for us: a start of a VM is one.
+pub(super) const QUEUE: usize = 16;
 
 /// Entries of a ring in an inflight buffer of our own: the most a ring can have.
 pub(super) const OWN_RING_SIZE: u16 = 1024;
@@ -80,6 +84,7 @@ pub(super) struct Place {
     /// What the export can do, once that was seen: it is told also while there is no back-end.
     pub(super) abilities: Option<Abilities>,
     pub(super) counters: Counters,
+    pub(super) quiet: Quiet,
     /// What others are told of the volume.
     pub(super) status: Arc<Mutex<Relayed>>,
     /// Set when the volume is to be detached, whatever is waited for.
@@ -546,6 +551,7 @@ impl Session {
     pub(super) fn end(self, place: &Place, end: &End) {
         let chain = crate::chain::Chain(end);
         match end {
+            _ if !place.quiet.allows(&place.name) => {}
             End::Gone | End::Detached => info!(volume = place.name, end = %chain, "disconnected"),
             _ => warn!(volume = place.name, end = %chain, "front-end dropped"),
         }
@@ -595,16 +601,26 @@ impl Place {
 
     /// One front-end at a time: two would be two writers who know nothing of each other.
     pub(super) fn refuse_others(&mut self) {
-        while let Some(other) = self.accept() {
+        // As many as can wait at once: a crowd that never ends must not keep us from the first.
+        for other in std::iter::from_fn(|| self.accept()).take(QUEUE).collect::<Vec<_>>() {
             self.counters.refused += 1;
             let credentials = rustix::net::sockopt::socket_peercred(&other);
             let pid = credentials.map_or(0, |one| one.pid.as_raw_nonzero().get());
-            warn!(volume = self.name, pid, "a second front-end refused");
+            if self.quiet.allows(&self.name) {
+                warn!(volume = self.name, pid, "a second front-end refused");
+            }
         }
     }
 
     pub(super) fn accept(&self) -> Option<OwnedFd> {
-        rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC).ok()
+        match rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC) {
+            Ok(socket) => Some(socket),
+            Err(Errno::AGAIN) => None,
+            Err(_) => {
+                sleep(Duration::from_millis(10)); // out of descriptors, say: it is still there then
+                None
+            }
+        }
     }
 }
 

@@ -6,7 +6,8 @@ use super::{
     kept::{Commit, Thing},
     link::{Lost, has_ended},
     protocol::{Attach, FrontEnd, Relayed},
-    session::{Counters, End, Place, Session},
+    quiet::Quiet,
+    session::{Counters, End, Place, QUEUE, Session},
 };
 use crate::{run::RunDir, store};
 use rustix::{
@@ -112,6 +113,7 @@ impl Volume {
             tracking: attach.tracking,
             abilities: noted.abilities,
             counters: noted.counters,
+            quiet: Quiet::new(),
             status: Arc::new(Mutex::new(unseen(&attach, noted.counters))),
             detached: detached.clone(),
             abandoned: abandoned.clone(),
@@ -183,7 +185,7 @@ fn listen_at(path: &Path, keep: &Keep, name: &str) -> io::Result<Arc<OwnedFd>> {
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     bind(&socket, &SocketAddrUnix::new(path)?)?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o660))?;
-    listen(&socket, 16)?;
+    listen(&socket, i32::try_from(QUEUE).map_err(io::Error::other)?)?;
     let listener = Arc::new(socket);
     let thing = Thing { bytes: Vec::new(), descriptors: vec![listener.clone()] };
     let commit = Commit { set: vec![(LISTENER.to_owned(), thing)], ..Commit::of(name) };
@@ -244,7 +246,9 @@ impl Served {
         }
         let Some(socket) = self.place.accept() else { return Ok(true) };
         let mut session = Session::new(socket, &self.place);
-        info!(volume = self.place.name, pid = session.front.note.pid, "connected");
+        if self.place.quiet.allows(&self.place.name) {
+            info!(volume = self.place.name, pid = session.front.note.pid, "connected");
+        }
         let committed = session.commit(&self.place);
         self.session = Some(session);
         committed.map(|()| true)

@@ -101,6 +101,29 @@ fn a_front_end_that_stops_amid_a_message_or_never_reads_is_dropped() {
 }
 
 #[test]
+fn a_crowd_of_second_front_ends_is_refused_and_not_told_of_without_end() {
+    let mut relay = Relay::start();
+    let key = relay.serve(1);
+    let mut disk = Disk::open(&relay.socket(&key));
+    let begin = Instant::now();
+    let mut second = Front::connect(&relay.socket(&key));
+    assert!(second.is_dropped());
+    eprintln!("a second front-end was refused in {:?}", begin.elapsed());
+    for _ in 0..2000 {
+        // A full queue of the listener refuses, too.
+        _ = Front::try_connect(&relay.socket(&key));
+    }
+    for _ in 0..50 {
+        drop(disk);
+        until("the place is free", || relay.status(&key)["front_end"].is_null());
+        disk = Disk::open(&relay.socket(&key));
+    }
+    disk.works(0, 1);
+    let lines = relay.log().lines().count();
+    assert!(lines < 100, "{lines} lines of log");
+}
+
+#[test]
 fn the_buffer_of_a_front_end_cannot_be_cut_under_the_relay() {
     let mut relay = Relay::start();
     let (one, other) = (relay.serve(1), relay.serve(2));
