@@ -136,6 +136,8 @@ pub(super) enum Refused {
     Descriptors { code: Code, count: usize, expected: usize },
     #[error("{code:?}: {field} {value:#x} {rule}")]
     Value { code: Code, field: &'static str, value: u64, rule: &'static str },
+    #[error("{used} rings, the back-end has {queues}")]
+    Rings { used: u32, queues: u64 },
     #[error("{code:?} before {missing}")]
     TooSoon { code: Code, missing: &'static str },
 }
@@ -212,6 +214,39 @@ pub(super) enum Request {
     GetMaxMemSlots,
     AddMemReg(Region),
     RemMemReg(Region),
+}
+
+impl Request {
+    /// How many rings a device must have for this.
+    pub(super) fn rings(&self) -> u32 {
+        match self {
+            Self::SetVringNum { ring, .. }
+            | Self::SetVringBase { ring }
+            | Self::GetVringBase { ring }
+            | Self::SetVringKick { ring }
+            | Self::SetVringCall { ring }
+            | Self::SetVringErr { ring }
+            | Self::SetVringEnable { ring } => ring + 1,
+            Self::SetVringAddr(addresses) => addresses.ring + 1,
+            Self::SetInflightFd(shape) => shape.rings.into(),
+            Self::GetFeatures
+            | Self::SetFeatures(_)
+            | Self::SetOwner
+            | Self::SetMemTable(_)
+            | Self::SetLogBase
+            | Self::SetLogFd
+            | Self::GetProtocolFeatures
+            | Self::SetProtocolFeatures(_)
+            | Self::GetQueueNum
+            | Self::SetBackendReqFd
+            | Self::GetConfig
+            | Self::SetConfig
+            | Self::GetInflightFd
+            | Self::GetMaxMemSlots
+            | Self::AddMemReg(_)
+            | Self::RemMemReg(_) => 0,
+        }
+    }
 }
 
 impl Code {
@@ -298,6 +333,11 @@ impl Message {
     /// The shape of the inflight buffer that the body tells of.
     pub(super) fn as_shape(&self) -> Option<Shape> {
         (self.body.len() >= 20).then(|| shape(&self.body))
+    }
+
+    /// Makes the shape of an inflight buffer as long as libvhost-user has it.
+    pub(super) fn pad_shape(&mut self) {
+        self.body.resize(24, 0);
     }
 
     /// The bytes that go over a socket.
@@ -392,7 +432,7 @@ impl Parser<'_> {
             Code::SetBackendReqFd => self.empty(Request::SetBackendReqFd)?,
             Code::GetConfig => self.config(Request::GetConfig)?,
             Code::SetConfig => self.config(Request::SetConfig)?,
-            Code::GetInflightFd => self.shape().map(|_| Request::GetInflightFd)?,
+            Code::GetInflightFd => self.queues().map(|_| Request::GetInflightFd)?,
             Code::SetInflightFd => Request::SetInflightFd(self.buffer()?),
             Code::GetMaxMemSlots => self.empty(Request::GetMaxMemSlots)?,
             Code::AddMemReg => Request::AddMemReg(self.one_region()?),
@@ -521,7 +561,7 @@ impl Parser<'_> {
         Ok(shape(self.body))
     }
 
-    fn buffer(&self) -> Result<Shape, Refused> {
+    fn queues(&self) -> Result<Shape, Refused> {
         let shape = self.shape()?;
         if shape.rings == 0 || u32::from(shape.rings) > MOST_RINGS {
             return self.value("queues", shape.rings.into(), "cannot be");
@@ -529,6 +569,11 @@ impl Parser<'_> {
         if shape.ring_size == 0 || u32::from(shape.ring_size) > LARGEST_RING {
             return self.value("queue size", shape.ring_size.into(), "cannot be");
         }
+        Ok(shape)
+    }
+
+    fn buffer(&self) -> Result<Shape, Refused> {
+        let shape = self.queues()?;
         let least = u64::from(shape.rings) * (16 + 16 * u64::from(shape.ring_size));
         if shape.size < least || shape.size > least * 2 + 4096 * u64::from(shape.rings) {
             return self.value("mmap size", shape.size, "does not fit the queues");

@@ -221,10 +221,17 @@ impl Said {
                 let size = self.ring_size(addresses.ring).ok_or(missing("SetVringNum"))?;
                 addresses.check_within(size, &self.regions())
             }
+            // libvhost-user would run on with the new size, and look at no address again.
+            Request::SetVringNum { ring, size } if self.started().contains(ring) => {
+                let (code, value) = (Code::SetVringNum, u64::from(*size));
+                Err(Refused::Value { code, field: "size", value, rule: "is of a ring that runs" })
+            }
             Request::SetVringKick { ring } => {
                 let missing = |missing| Refused::TooSoon { code: Code::SetVringKick, missing };
                 self.features().ok_or(missing("SetFeatures"))?;
-                self.addresses(*ring).map(drop).ok_or(missing("SetVringAddr"))
+                let size = self.ring_size(*ring).ok_or(missing("SetVringNum"))?;
+                let addresses = self.addresses(*ring).ok_or(missing("SetVringAddr"))?;
+                addresses.check_within(size, &self.regions())
             }
             _ => Ok(()),
         }

@@ -213,9 +213,12 @@ impl Session {
 
     /// Serves the next request, if it is there whole.
     pub(super) fn serve(&mut self, place: &mut Place) -> Result<(), End> {
-        let Some((message, descriptors)) = self.next()? else { return Ok(()) };
+        let Some((mut message, descriptors)) = self.next()? else { return Ok(()) };
         let request = message.parse(descriptors.len())?;
         let taken = message.bytes().len();
+        if matches!(request, Request::GetInflightFd | Request::SetInflightFd(_)) {
+            message.pad_shape();
+        }
         let answer = self.handle(place, &request, Word::new((message.clone(), descriptors)))?;
         if let Some((body, descriptors)) = answer {
             self.step.answer = Some(Thing { bytes: message.reply(body).bytes(), descriptors });
@@ -259,6 +262,11 @@ impl Session {
         word: Word,
     ) -> Result<Option<Answer>, End> {
         self.said.check(request)?;
+        if let Some(Abilities { queues, .. }) = place.abilities
+            && u64::from(request.rings()) > queues
+        {
+            return Err(Refused::Rings { used: request.rings(), queues }.into());
+        }
         let numbered = |number: u64| Some((number.to_le_bytes().to_vec(), Vec::new()));
         match request {
             Request::GetFeatures => Ok(numbered(self.abilities(place)?.offered_features())),

@@ -8,19 +8,209 @@ pub(crate) mod process;
 use crate::harness::is_alive;
 use backend::{Fake, Manner};
 use front::{
-    ADD_MEM_REG, Disk, Front, GET_CONFIG, GET_FEATURES, GET_PROTOCOL, GET_VRING_BASE, MEMORY,
-    NEED_REPLY, PLAIN, REM_MEM_REG, SET_BACKEND_REQ_FD, SET_FEATURES, SET_INFLIGHT, SET_VRING_ADDR,
-    SET_VRING_CALL, SET_VRING_KICK, SET_VRING_NUM, USER, addresses, body, event, memfd, message,
-    region, ring, shape,
+    ADD_MEM_REG, Disk, Front, GET_CONFIG, GET_FEATURES, GET_INFLIGHT, GET_PROTOCOL, GET_VRING_BASE,
+    MEMORY, NEED_REPLY, PLAIN, REM_MEM_REG, REPLY, SET_BACKEND_REQ_FD, SET_FEATURES, SET_INFLIGHT,
+    SET_MEM_TABLE, SET_PROTOCOL, SET_VRING_ADDR, SET_VRING_BASE, SET_VRING_CALL, SET_VRING_ENABLE,
+    SET_VRING_ERR, SET_VRING_KICK, SET_VRING_NUM, USER, addresses, body, event, memfd, message,
+    region, ring, sealed, shape,
 };
-use process::{Relay, cpu_time, descriptors, until};
+use process::{Relay, cpu_time, descriptors, memory, until};
 use rustix::event::{EventfdFlags, eventfd};
 use serde_json::json;
 use std::{
+    fs::File,
+    os::fd::{AsFd, BorrowedFd},
     sync::atomic::Ordering,
     thread::sleep,
     time::{Duration, Instant},
 };
+
+/// Every request a front-end may make, with the size of its body.
+const REQUESTS: [(u32, usize); 25] = [
+    (1, 0),
+    (2, 8),
+    (3, 0),
+    (5, 40),
+    (6, 16),
+    (7, 0),
+    (8, 8),
+    (9, 40),
+    (10, 8),
+    (11, 8),
+    (12, 8),
+    (13, 8),
+    (14, 8),
+    (15, 0),
+    (16, 8),
+    (17, 0),
+    (18, 8),
+    (21, 0),
+    (24, 12),
+    (25, 12),
+    (31, 24),
+    (32, 24),
+    (36, 0),
+    (37, 40),
+    (38, 40),
+];
+
+/// One thing that a hostile front-end says, after it came as far as every good one.
+struct Attack {
+    what: String,
+    bytes: Vec<u8>,
+    files: Vec<File>,
+}
+
+fn attack(what: &str, request: u32, body: &[u8], files: Vec<File>) -> Attack {
+    Attack { what: what.to_owned(), bytes: message(request, PLAIN, body), files }
+}
+
+fn pipe() -> File {
+    File::from(std::os::fd::OwnedFd::from(std::io::pipe().unwrap().1))
+}
+
+/// Messages that are wrong by themselves.
+fn malformed() -> Vec<Attack> {
+    let mut attacks = Vec::new();
+    for (request, size) in REQUESTS {
+        for wrong in [1, size + 1, size + 2000, 4097, usize::MAX] {
+            let bytes = if wrong == usize::MAX {
+                [request, PLAIN, u32::MAX].iter().flat_map(|word| word.to_le_bytes()).collect()
+            } else {
+                message(request, PLAIN, &vec![0; wrong])
+            };
+            let what = format!("request {request} with {wrong} bytes");
+            // It has no body that anybody knows of.
+            if request != 7 || wrong > 4096 {
+                attacks.push(Attack { what, bytes, files: Vec::new() });
+            }
+        }
+        let many = (0..9).map(|_| memfd(4096)).collect();
+        attacks.push(attack("nine descriptors", request, &vec![0; size], many));
+        let many = (0..70).map(|_| memfd(4096)).collect();
+        attacks.push(attack("seventy descriptors", request, &vec![0; size], many));
+        for flags in [PLAIN | REPLY, PLAIN | REPLY | NEED_REPLY, 0, 2, 3, PLAIN | 16] {
+            let what = format!("request {request} with flags {flags:#x}");
+            let bytes = message(request, flags, &vec![0; size]);
+            attacks.push(Attack { what, bytes, files: Vec::new() });
+        }
+    }
+    for unknown in [0, 4, 19, 20, 22, 23, 26, 28, 33, 39, 40, 41, 42, 1000, u32::MAX] {
+        attacks.push(attack(&format!("request {unknown}"), unknown, &[], Vec::new()));
+    }
+    attacks
+}
+
+/// Messages that are wrong in what they mean.
+fn senseless() -> Vec<Attack> {
+    let two = |a: [u64; 4], b: [u64; 4]| [body(&[2]), body(&a), body(&b)].concat();
+    let files = |count: usize| (0..count).map(|_| memfd(MEMORY)).collect::<Vec<_>>();
+    let top = u64::MAX - 4096;
+    let mut attacks = vec![
+        attack(
+            "overlapping regions",
+            SET_MEM_TABLE,
+            &two([0, MEMORY, USER, 0], [4096, MEMORY, USER << 1, 0]),
+            files(2),
+        ),
+        attack(
+            "regions that overlap for itself",
+            SET_MEM_TABLE,
+            &two([0, MEMORY, USER, 0], [MEMORY, MEMORY, USER + 1, 0]),
+            files(2),
+        ),
+        attack("nine regions", SET_MEM_TABLE, &[body(&[9]), vec![0; 288]].concat(), files(8)),
+        attack("a table without memory", SET_MEM_TABLE, &region(0, MEMORY, USER), files(0)),
+        attack("too much for a table", SET_MEM_TABLE, &region(0, MEMORY, USER), files(2)),
+        attack("a region of nothing", ADD_MEM_REG, &region(0, 0, USER), files(1)),
+        attack("a region that wraps", ADD_MEM_REG, &region(top, 8192, USER), files(1)),
+        attack("a region that wraps for itself", ADD_MEM_REG, &region(0, 8192, top), files(1)),
+        attack("an offset that wraps", ADD_MEM_REG, &body(&[1, 0, 8192, USER, top]), files(1)),
+        attack("a region without memory", ADD_MEM_REG, &region(0, MEMORY, USER), files(0)),
+        attack("a ring before its size", SET_VRING_ADDR, &addresses(0, USER), files(0)),
+        attack("a kick before all", SET_VRING_KICK, &body(&[0]), files(1)),
+        attack("no eventfd to call", SET_VRING_CALL, &body(&[0]), files(1)),
+        attack("a pipe to call", SET_VRING_CALL, &body(&[0]), vec![pipe()]),
+        attack("unknown bits in a call", SET_VRING_CALL, &body(&[1 << 9]), files(1)),
+        attack("a descriptor that is said not to be", SET_VRING_CALL, &body(&[256]), files(1)),
+        attack("features that were not offered", SET_FEATURES, &body(&[u64::MAX]), files(0)),
+        attack("protocol features not offered", SET_PROTOCOL, &body(&[u64::MAX]), files(0)),
+        attack("too much configuration", GET_CONFIG, &ring(0, 257), files(0)),
+        attack("a buffer for nothing", SET_INFLIGHT, &shape(1 << 20, 0, 0), files(1)),
+        attack("a buffer too small", SET_INFLIGHT, &shape(4096, 64, 1024), files(1)),
+        attack("a buffer too large", SET_INFLIGHT, &shape(1 << 40, 64, 1024), files(1)),
+        attack("a buffer for too many", GET_INFLIGHT, &shape(0, u16::MAX, u16::MAX), files(0)),
+        attack("a buffer with a short file", SET_INFLIGHT, &shape(16448, 1, 1024), {
+            vec![sealed(4096)]
+        }),
+        attack("a buffer that can be cut", SET_INFLIGHT, &shape(16448, 1, 1024), files(1)),
+        attack("a buffer that is a pipe", SET_INFLIGHT, &shape(16448, 1, 1024), vec![pipe()]),
+    ];
+    for size in [0, 3, 1 << 11, u32::MAX] {
+        attacks.push(attack("a ring of that size", SET_VRING_NUM, &ring(0, size), files(0)));
+    }
+    for index in [64, 255, u32::MAX] {
+        for request in [SET_VRING_NUM, SET_VRING_BASE, SET_VRING_ENABLE, GET_VRING_BASE] {
+            attacks.push(attack("a ring out of range", request, &ring(index, 8), files(0)));
+        }
+        for request in [SET_VRING_KICK, SET_VRING_CALL, SET_VRING_ERR] {
+            let ring = body(&[u64::from(index)]);
+            attacks.push(attack("a ring out of range", request, &ring, files(1)));
+        }
+    }
+    attacks
+}
+
+fn send(front: &Front, attack: &Attack) {
+    let descriptors: Vec<BorrowedFd<'_>> = attack.files.iter().map(AsFd::as_fd).collect();
+    front.raw(&attack.bytes, &descriptors);
+}
+
+#[test]
+fn a_front_end_that_talks_nonsense_is_dropped_and_nobody_else_notices() {
+    let mut relay = Relay::start();
+    let (one, other) = (relay.serve(1), relay.serve(2));
+    let mut neighbour = Disk::open(&relay.socket(&other));
+    let worker = relay.worker();
+    let attacks = malformed().into_iter().chain(senseless());
+    let mut count = 0_u8;
+    for attack in attacks {
+        let mut front = Front::connect(&relay.socket(&one));
+        front.negotiate();
+        send(&front, &attack);
+        assert!(front.is_dropped(), "{}", attack.what);
+        count = count.wrapping_add(1);
+        if count % 16 == 0 {
+            neighbour.works(u64::from(count), count);
+        }
+    }
+    eprintln!("{count} attacks");
+    assert_eq!(relay.worker(), worker, "the worker lives on");
+    neighbour.works(0, 1);
+    Disk::open(&relay.socket(&one)).works(0, 2);
+}
+
+#[test]
+fn a_ring_cannot_grow_beyond_the_memory_it_was_checked_against() {
+    let mut relay = Relay::start();
+    let key = relay.serve(1);
+    let file = memfd(MEMORY);
+    let at_the_end = addresses(0, USER + MEMORY - 0x3046);
+    for kicked_first in [false, true] {
+        let mut front = Front::connect(&relay.socket(&key));
+        front.negotiate();
+        front.set(ADD_MEM_REG, &region(0, MEMORY, USER), &[&file]);
+        front.set(SET_VRING_NUM, &ring(0, 8), &[]);
+        front.set(SET_VRING_ADDR, &at_the_end, &[]);
+        if kicked_first {
+            front.set(SET_VRING_KICK, &body(&[0]), &[&event()]);
+        }
+        front.say(SET_VRING_NUM, PLAIN, &ring(0, 1024), &[]);
+        front.say(SET_VRING_KICK, PLAIN, &body(&[0]), &[&event()]);
+        assert!(front.is_dropped());
+    }
+    Disk::open(&relay.socket(&key)).works(0, 1);
+}
 
 #[test]
 fn hundreds_of_bad_front_ends_leave_no_descriptor_behind() {
@@ -98,6 +288,41 @@ fn a_front_end_that_stops_amid_a_message_or_never_reads_is_dropped() {
     assert!(front.is_dropped());
     assert_eq!(relay.worker(), worker);
     Disk::open(&relay.socket(&key)).works(0, 1);
+}
+
+#[test]
+fn a_front_end_that_floods_does_not_hold_up_another_volume() {
+    let mut relay = Relay::start();
+    let (one, other) = (relay.serve(1), relay.serve(2));
+    let worker = relay.worker();
+    let socket = relay.socket(&one);
+    let daemon = relay.daemon(&one);
+    let before = memory(daemon);
+    let flood = std::thread::spawn(move || {
+        let begin = Instant::now();
+        let mut front = Front::connect(&socket);
+        front.negotiate();
+        let mut count = 0;
+        while begin.elapsed() < Duration::from_secs(3) {
+            front.ask(GET_CONFIG, &[ring(0, 60), vec![0; 64]].concat());
+            front.ask(GET_INFLIGHT, &shape(0, 64, 1024));
+            count += 2;
+        }
+        count
+    });
+    let mut longest = Duration::ZERO;
+    let mut opened = 0;
+    while !flood.is_finished() {
+        let begin = Instant::now();
+        Disk::open(&relay.socket(&other)).works(opened, 7);
+        longest = longest.max(begin.elapsed());
+        opened += 1;
+    }
+    let count = flood.join().unwrap();
+    eprintln!("{count} questions; {opened} opens elsewhere, the longest {longest:?}");
+    let grown = memory(daemon).saturating_sub(before);
+    assert!(grown < 64 << 10, "the daemon has grown by {grown} KiB");
+    assert_eq!(relay.worker(), worker);
 }
 
 #[test]
@@ -372,5 +597,33 @@ fn the_next_front_end_may_come_the_moment_the_last_one_left() {
         drop(next);
         until("the place is free", || relay.status(&key)["front_end"].is_null());
         disk = Disk::open(&relay.socket(&key));
+    }
+}
+
+#[test]
+fn kills_of_keeper_and_worker_lose_no_request_of_a_front_end_that_does_not_wait() {
+    let mut relay = Relay::start();
+    let key = relay.serve(1);
+    let mut disk = Disk::open(&relay.socket(&key));
+    for round in 0..12 {
+        let base = disk.stop();
+        // All at once, unconfirmed, as QEMU does.
+        if round % 3 == 0 {
+            relay.kill_keeper();
+        }
+        let starter = std::thread::spawn(move || {
+            disk.start(base);
+            disk
+        });
+        if round % 3 == 1 {
+            crate::harness::signal(relay.worker(), "KILL");
+        }
+        if round % 3 == 0 {
+            relay.start_keeper();
+        }
+        disk = starter.join().unwrap();
+        disk.works(round, 5);
+        relay.worker();
+        sleep(Duration::from_millis(300)); // the keeper is given everything
     }
 }
