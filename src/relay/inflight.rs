@@ -5,7 +5,9 @@
 //! `version` 0 it begins with nothing (facts/relay.md sections 4 and 5).
 
 use super::message::Shape;
-use rustix::fs::{SealFlags, fcntl_get_seals, fstatfs};
+use rustix::fs::{
+    MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstatfs, ftruncate, memfd_create,
+};
 use std::{fs::File, io, os::fd::OwnedFd};
 use vm_memory::{Bytes as _, FileOffset, MmapRegion, VolatileMemory as _, VolatileSlice};
 
@@ -15,6 +17,9 @@ const LAST: usize = 12;
 const ENTRIES: usize = 16;
 const ENTRY: usize = 16;
 const COUNTER: usize = 8;
+
+/// Where libvhost-user lets the part of the next ring begin.
+const ALIGNMENT: u64 = 64;
 
 /// The only version there is.
 const CURRENT: u16 = 1;
@@ -32,6 +37,18 @@ pub(super) struct Held {
     pub(super) ring: u32,
     pub(super) entry: u32,
     pub(super) counter: u64,
+}
+
+/// An empty buffer. A back-end would make one just so, but libvhost-user keeps those that are asked
+/// for and not used: a front-end that asks again and again would take all memory.
+pub(super) fn create(rings: u16, ring_size: u16) -> io::Result<(Shape, OwnedFd)> {
+    let entries = u64::from(ring_size) * 16;
+    let size = u64::from(rings) * (16 + entries).next_multiple_of(ALIGNMENT);
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let buffer = memfd_create("qsd-csi-inflight", flags)?;
+    ftruncate(&buffer, size)?;
+    fcntl_add_seals(&buffer, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    Ok((Shape { size, offset: 0, rings, ring_size }, buffer))
 }
 
 impl Inflight {
@@ -127,6 +144,19 @@ mod test {
         file.set_len(size).unwrap();
         fcntl_add_seals(&file, seals).unwrap();
         file.into()
+    }
+
+    #[test]
+    fn a_buffer_of_our_own_is_as_a_front_end_may_give_it_back() {
+        for (rings, ring_size) in [(1, 1), (1, 3), (2, 128), (64, 1024)] {
+            let (shape, buffer) = create(rings, ring_size).unwrap();
+            let message = super::super::message::Message::inflight_buffer(shape);
+            message.parse(1).unwrap();
+            assert_eq!(message.as_shape(), Some(shape));
+            assert_eq!(Inflight::map(shape, &buffer).unwrap().held(&[(0, 1024)]), []);
+        }
+        // As libvhost-user has it: 16 bytes an entry, and 2.
+        assert_eq!(create(64, 1024).unwrap().0.size, 64 * 16448);
     }
 
     #[test]

@@ -209,7 +209,7 @@ pub(super) enum Request {
     SetBackendReqFd,
     GetConfig,
     SetConfig,
-    GetInflightFd,
+    GetInflightFd(Shape),
     SetInflightFd(Shape),
     GetMaxMemSlots,
     AddMemReg(Region),
@@ -228,7 +228,7 @@ impl Request {
             | Self::SetVringErr { ring }
             | Self::SetVringEnable { ring } => ring + 1,
             Self::SetVringAddr(addresses) => addresses.ring + 1,
-            Self::SetInflightFd(shape) => shape.rings.into(),
+            Self::GetInflightFd(shape) | Self::SetInflightFd(shape) => shape.rings.into(),
             Self::GetFeatures
             | Self::SetFeatures(_)
             | Self::SetOwner
@@ -241,7 +241,6 @@ impl Request {
             | Self::SetBackendReqFd
             | Self::GetConfig
             | Self::SetConfig
-            | Self::GetInflightFd
             | Self::GetMaxMemSlots
             | Self::AddMemReg(_)
             | Self::RemMemReg(_) => 0,
@@ -294,11 +293,19 @@ impl Message {
 
     /// A request for an inflight buffer for so many rings of so many entries.
     pub(super) fn inflight(rings: u16, ring_size: u16) -> Self {
-        let mut body = vec![0; 16];
-        body.extend(rings.to_le_bytes());
-        body.extend(ring_size.to_le_bytes());
+        let shape = Shape { size: 0, offset: 0, rings, ring_size };
+        Self { request: Code::GetInflightFd.number(), ..Self::inflight_buffer(shape) }
+    }
+
+    /// What hands over an inflight buffer of this shape.
+    pub(super) fn inflight_buffer(shape: Shape) -> Self {
+        let mut body = Vec::new();
+        body.extend(shape.size.to_le_bytes());
+        body.extend(shape.offset.to_le_bytes());
+        body.extend(shape.rings.to_le_bytes());
+        body.extend(shape.ring_size.to_le_bytes());
         body.extend([0; 4]); // libvhost-user wants the padding, too
-        Self::new(Code::GetInflightFd, body)
+        Self::new(Code::SetInflightFd, body)
     }
 
     /// The word of a back-end that its configuration space has changed.
@@ -394,7 +401,7 @@ impl Message {
             | Request::SetVringEnable { .. }
             | Request::GetConfig
             | Request::SetConfig
-            | Request::GetInflightFd
+            | Request::GetInflightFd(_)
             | Request::GetMaxMemSlots => 0,
         };
         if count == expected {
@@ -432,7 +439,7 @@ impl Parser<'_> {
             Code::SetBackendReqFd => self.empty(Request::SetBackendReqFd)?,
             Code::GetConfig => self.config(Request::GetConfig)?,
             Code::SetConfig => self.config(Request::SetConfig)?,
-            Code::GetInflightFd => self.queues().map(|_| Request::GetInflightFd)?,
+            Code::GetInflightFd => Request::GetInflightFd(self.queues()?),
             Code::SetInflightFd => Request::SetInflightFd(self.buffer()?),
             Code::GetMaxMemSlots => self.empty(Request::GetMaxMemSlots)?,
             Code::AddMemReg => Request::AddMemReg(self.one_region()?),

@@ -85,7 +85,7 @@ impl Item {
             | Request::GetQueueNum
             | Request::SetBackendReqFd
             | Request::GetConfig
-            | Request::GetInflightFd
+            | Request::GetInflightFd(_)
             | Request::GetMaxMemSlots
             | Request::RemMemReg(_) => return None,
         })

@@ -23,7 +23,7 @@ mod test;
 
 use super::{
     backend::{Backend, Kick, Tracking},
-    inflight::Inflight,
+    inflight::{self, Inflight},
     message::{Code, Message, feature, protocol},
     said::{Item, RingItem, Said, Word},
     session::OWN_RING_SIZE,
@@ -273,7 +273,12 @@ fn ask_for_buffer(backend: &Backend) -> Result<Word, String> {
     let word = Word::new((Message::new(Code::SetInflightFd, reply.body), descriptors));
     let parsed = word.message.parse(word.descriptors.len());
     parsed.map_err(|error| refused(&error.to_string()))?;
-    Ok(word)
+    // The relay makes the buffers of VMs itself, laid out as this one is.
+    let own = inflight::create(queues, OWN_RING_SIZE).map_err(|error| error.to_string())?;
+    match word.message.as_shape() {
+        Some(shape) if shape.size == own.0.size => Ok(word),
+        shape => Err(format!("the inflight buffer is laid out in another way: {shape:?}")),
+    }
 }
 
 fn refused(why: &str) -> String {

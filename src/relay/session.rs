@@ -13,7 +13,7 @@
 
 use super::{
     backend::{self, Abilities, Tracking},
-    inflight::Inflight,
+    inflight::{self, Inflight},
     keep::Keep,
     kept::{Commit, FRONT, Thing},
     link::{Link, Lost, has_ended},
@@ -216,7 +216,7 @@ impl Session {
         let Some((mut message, descriptors)) = self.next()? else { return Ok(()) };
         let request = message.parse(descriptors.len())?;
         let taken = message.bytes().len();
-        if matches!(request, Request::GetInflightFd | Request::SetInflightFd(_)) {
+        if matches!(request, Request::SetInflightFd(_)) {
             message.pad_shape();
         }
         let answer = self.handle(place, &request, Word::new((message.clone(), descriptors)))?;
@@ -287,9 +287,10 @@ impl Session {
                 Ok(None)
             }
             Request::GetConfig => self.tell_config(place, &word.message).map(Some),
-            Request::GetInflightFd => {
-                let (reply, descriptors) = self.ask(place, &word.message)?;
-                Ok(Some((reply.body, descriptors.into_iter().map(Arc::new).collect())))
+            Request::GetInflightFd(shape) => {
+                let (shape, buffer) = inflight::create(shape.rings, shape.ring_size)
+                    .map_err(backend::Error::Inflight)?;
+                Ok(Some((Message::inflight_buffer(shape).body, vec![Arc::new(buffer)])))
             }
             Request::GetVringBase { ring } => self.stop_ring(place, *ring, &word.message).map(Some),
             Request::SetFeatures(taken) => {
@@ -440,11 +441,9 @@ impl Session {
         if self.said.inflight().is_none() {
             let queues = self.abilities(place)?.queues;
             let queues = u16::try_from(queues).unwrap_or(u16::MAX);
-            let (reply, descriptors) =
-                self.ask(place, &Message::inflight(queues, OWN_RING_SIZE))?;
-            let message = Message::new(Code::SetInflightFd, reply.body);
-            let word = Word::new((message, descriptors));
-            word.message.parse(word.descriptors.len())?;
+            let (shape, buffer) =
+                inflight::create(queues, OWN_RING_SIZE).map_err(backend::Error::Inflight)?;
+            let word = Word::new((Message::inflight_buffer(shape), vec![buffer]));
             self.record(Item::Inflight, word.clone());
             self.own_inflight = true;
             self.map_inflight().map_err(backend::Error::Inflight)?;
