@@ -244,7 +244,10 @@ fn ask(keeper: &OwnedFd, commit: &Commit) -> io::Result<Result<(), wire::Error>>
 
 #[cfg(test)]
 mod test {
-    use super::super::message::{Code, Message};
+    use super::super::{
+        backend::NOTHING,
+        message::{Code, Message},
+    };
     use super::*;
     use rustix::net::socketpair;
     use std::{os::unix::net::UnixStream, process::Command};
@@ -259,8 +262,9 @@ mod test {
             kept::receive::<Word>(theirs.as_fd()).unwrap().unwrap();
             deed(&own);
         });
-        let child = Command::new("sleep").arg("60").spawn().unwrap();
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
         let process = pidfd_open(rustix::process::Pid::from_child(&child), PidfdFlags::empty());
+        std::thread::spawn(move || child.wait());
         let keeper = Some(Keeper { socket, process: process.unwrap() });
         let mut kept = Kept::default();
         let descriptors = vec![Arc::new(OwnedFd::from(front.try_clone().unwrap()))];
@@ -274,7 +278,7 @@ mod test {
         let (vm, front) = UnixStream::pair().unwrap();
         let requests = [7, 8].map(|number| Message::number(Code::SetFeatures, number));
         for request in &requests {
-            wire::send(vm.as_fd(), request, &[] as &[OwnedFd]).unwrap();
+            wire::send(vm.as_fd(), request, NOTHING).unwrap();
         }
         let keep = keep_with(&front, deed);
         let (first, _) = wire::peek(front.as_fd()).unwrap().unwrap();

@@ -15,7 +15,7 @@ use super::{
     backend::{Abilities, Backend, Error, Kick, NOTHING, Tracking},
     inflight::Held,
     kept::{Commit, Thing},
-    message::{CONFIG_CHANGE, Message},
+    message::{CONFIG_CHANGE, Code, Message},
     session::{End, Place, Session},
     wire,
 };
@@ -383,6 +383,12 @@ impl Session {
             down.pause = pause;
             self.wait_longer();
         }
+    }
+
+    /// Asks the back-end whether it lives; one that does not answer is lost, and told of as deaf.
+    pub(super) fn probe(&mut self, place: &Place) {
+        let question = Message::new(Code::GetFeatures, Vec::new());
+        self.pass_on(place, |backend| backend.ask(&question).map(drop));
     }
 
     /// The requests that the back-end holds.

@@ -363,9 +363,12 @@ impl Session {
         }
         let is_kick = matches!(request, Request::SetVringKick { .. });
         let is_parked = self.link.is_parked();
-        self.pass_on(place, |backend| match is_kick && is_parked {
-            true => backend.set_silent(word),
-            false => backend.set("request", word),
+        self.pass_on(place, |backend| {
+            if is_kick && is_parked {
+                backend.set_silent(word)
+            } else {
+                backend.set("request", word)
+            }
         });
         // The standard has it answered in any case where its memory came along.
         let is_log = matches!(request, Request::SetLogBase);

@@ -30,6 +30,10 @@ use std::{
 };
 use tracing::{info, warn};
 
+/// A request that has been in flight for so long is slow; then the daemon is asked whether it lives.
+/// A slow disk's daemon answers, one that is stopped or stuck does not.
+const SLOW: Duration = Duration::from_secs(3);
+
 /// How often requests in flight are looked at, for how old they are.
 const LOOK: Duration = Duration::from_secs(1);
 
@@ -83,6 +87,8 @@ struct Served {
     /// Requests in flight, and when they were first seen.
     seen: HashMap<super::inflight::Held, Instant>,
     looked: Instant,
+    /// Whether one of them has been in flight for long.
+    is_slow: bool,
 }
 
 impl Volume {
@@ -139,6 +145,7 @@ impl Volume {
             fence: None,
             seen: HashMap::new(),
             looked: Instant::now(),
+            is_slow: false,
         };
         let thread = std::thread::Builder::new().stack_size(STACK);
         let thread = thread.spawn(move || served.run())?;
@@ -227,6 +234,10 @@ impl Served {
             || ready.has(Source::BackEnd)
             || ready.has(Source::Channel)
         {
+            session.commit(place)?;
+        }
+        if std::mem::take(&mut self.is_slow) && session.link.is_up() {
+            session.probe(place);
             session.commit(place)?;
         }
         if ready.has(Source::FrontEnd) {
@@ -391,6 +402,7 @@ impl Served {
         self.seen =
             held.iter().map(|one| (*one, self.seen.get(one).copied().unwrap_or(now))).collect();
         let oldest = self.seen.values().map(|since| now - *since).max().unwrap_or_default();
+        self.is_slow = oldest > SLOW;
         Some(FrontEnd {
             pid: session.front.note.pid,
             since: session.front.note.since,

@@ -257,7 +257,7 @@ impl From<Errno> for Error {
 
 #[cfg(test)]
 mod test {
-    use super::super::message::Code;
+    use super::super::{backend::NOTHING, message::Code};
     use super::*;
     use proptest::{collection::vec, prelude::*};
     use rustix::fs::{MemfdFlags, fstat, memfd_create};
@@ -323,11 +323,11 @@ mod test {
         let other = back.try_clone().unwrap();
         let message = Message::number(Code::SetFeatures, 7);
         for _ in 0..3 {
-            send(front.as_fd(), &message, &[] as &[OwnedFd]).unwrap();
+            send(front.as_fd(), &message, NOTHING).unwrap();
         }
         peek(back.as_fd()).unwrap();
         let before = looked(back.as_fd()).unwrap();
-        send(front.as_fd(), &message, &[] as &[OwnedFd]).unwrap();
+        send(front.as_fd(), &message, NOTHING).unwrap();
         assert_eq!(looked(back.as_fd()).unwrap(), before);
         take(other.as_fd(), 7).unwrap();
         assert_eq!(before - looked(back.as_fd()).unwrap(), 7);
@@ -339,7 +339,7 @@ mod test {
     fn the_end_of_the_other_side_shows_behind_its_last_message() {
         let (front, back) = UnixStream::pair().unwrap();
         let message = Message::number(Code::SetFeatures, 7);
-        send(front.as_fd(), &message, &[] as &[OwnedFd]).unwrap();
+        send(front.as_fd(), &message, NOTHING).unwrap();
         drop(front);
         assert_eq!(peek(back.as_fd()).unwrap().unwrap().0, message);
         take(back.as_fd(), message.bytes().len()).unwrap();

@@ -245,6 +245,24 @@ async fn a_volume_moves_between_versions_under_load() {
     driver.assert_empty().await;
 }
 
+/// It does not die, it does not answer: the relay finds out, and the node ends it.
+#[tokio::test]
+async fn a_daemon_that_is_stuck_under_a_vm_is_replaced() {
+    let work = Work::begin(Driver::start().await).await;
+    let stuck = work.driver.daemons().await;
+    let begin = Instant::now();
+    signal(stuck[0], "STOP");
+    until("another one serves", async || {
+        let serving = work.driver.daemons().await;
+        serving.len() == 1 && serving != stuck && connected(&work.driver).await
+    })
+    .await;
+    eprintln!("a stopped daemon was replaced after {:?}", begin.elapsed());
+    let driver = work.end("stuck daemon").await;
+    driver.remove("pvc-1").await;
+    driver.assert_empty().await;
+}
+
 /// Whatever a move broke off at, one daemon serves, and the other is gone.
 #[tokio::test]
 async fn relays_and_drivers_die_in_the_middle_of_moves() {
