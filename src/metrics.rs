@@ -90,9 +90,9 @@ impl RelayMetrics {
         };
         let connected = "Since when a VM is connected, in seconds since 1970; 0 if none is";
         registry.register("relay_connected_since", connected, all.connected.clone());
-        let in_flight = "Requests of a VM that the daemon holds";
+        let in_flight = "Requests of a VM without an answer";
         registry.register("relay_requests_in_flight", in_flight, all.in_flight.clone());
-        let oldest = "How long the oldest of them has been in flight at least";
+        let oldest = "How long the oldest of them has been waiting at least";
         registry.register_with_unit(
             "relay_oldest_request",
             oldest,

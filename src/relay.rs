@@ -38,6 +38,7 @@ mod said;
 mod self_test;
 mod session;
 mod volume;
+mod watch;
 mod wire;
 mod worker;
 

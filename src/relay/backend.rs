@@ -423,9 +423,9 @@ fn silenced(word: &Word) -> Result<Word, Error> {
 
 /// Where a ring begins that has come further since that was said: where the back-end before ended.
 fn reached(said: &Said, ring: u32, word: &Word) -> Word {
-    match memory::used_index(said, ring) {
-        Ok(index) => Word {
-            message: Message::ring(Code::SetVringBase, ring, index.into()),
+    match memory::progress(said, ring) {
+        Ok(progress) => Word {
+            message: Message::ring(Code::SetVringBase, ring, progress.ended.into()),
             descriptors: Vec::new(),
         },
         Err(_) => word.clone(),

@@ -1,22 +1,41 @@
-//! What the relay reads of a guest's memory: how far a ring has come, and that only where the
-//! back-end notes no requests.
+//! What the relay reads of a guest's memory: how far a ring has come.
+//!
+//! Read, not mapped: a front-end may cut its memory, and who looks at a mapping of it then dies.
 
 use super::said::Said;
-use std::{fs::File, io};
-use vm_memory::{Bytes as _, FileOffset, MmapRegion, VolatileMemory as _};
+use rustix::io::pread;
+use std::io;
 
-/// Where the index of a used ring is in it (virtio 1.2, section 2.7.8).
+/// Where the index of an available and of a used ring is in it (virtio 1.2, sections 2.7.6 and
+/// 2.7.8).
 const INDEX: u64 = 2;
 
-/// The index of the used ring: how many requests the back-end has ended, modulo 65536.
-pub(super) fn used_index(said: &Said, ring: u32) -> io::Result<u16> {
-    let missing = || io::Error::new(io::ErrorKind::NotFound, "the ring is not in the memory");
-    let used = said.addresses(ring).ok_or_else(missing)?.used;
-    let (region, file) = said.region_of(used).ok_or_else(missing)?;
-    let size = usize::try_from(region.size).map_err(io::Error::other)?;
-    let offset = FileOffset::new(File::from(file.try_clone()?), region.offset);
-    // Whole, because huge pages can be mapped only from their beginnings.
-    let mapped = MmapRegion::<()>::from_file(offset, size).map_err(io::Error::other)?;
-    let at = usize::try_from(used - region.user + INDEX).map_err(io::Error::other)?;
-    mapped.as_volatile_slice().read_obj(at).map_err(io::Error::other)
+/// How far a ring has come, modulo 65536.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Progress {
+    /// Requests that the guest has made.
+    pub(super) made: u16,
+    /// Requests that the back-end has ended.
+    pub(super) ended: u16,
+}
+
+/// How far a ring has come.
+pub(super) fn progress(said: &Said, ring: u32) -> io::Result<Progress> {
+    let addresses = said.addresses(ring).ok_or_else(missing)?;
+    let [made, ended] = [addresses.available, addresses.used].map(|start| index(said, start));
+    Ok(Progress { made: made?, ended: ended? })
+}
+
+fn index(said: &Said, start: u64) -> io::Result<u16> {
+    let at = start + INDEX;
+    let (region, file) = said.region_of(at).ok_or_else(missing)?;
+    let mut bytes = [0; 2];
+    match pread(file, &mut bytes, region.offset + (at - region.user))? {
+        2 => Ok(u16::from_le_bytes(bytes)),
+        _ => Err(io::ErrorKind::UnexpectedEof.into()),
+    }
+}
+
+fn missing() -> io::Error {
+    io::Error::new(io::ErrorKind::NotFound, "the ring is not in the memory")
 }

@@ -96,9 +96,9 @@ pub struct FrontEnd {
     pub pid: i32,
     /// When it connected, in seconds since 1970.
     pub since: u64,
-    /// Requests that the daemon holds now.
+    /// Requests of the VM without an answer.
     pub in_flight: u64,
-    /// How long the oldest of them has been in flight at least, in milliseconds.
+    /// How long the oldest of them has been waiting at least, in milliseconds.
     pub oldest_ms: u64,
     /// Whether requests are held back.
     pub paused: bool,

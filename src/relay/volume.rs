@@ -8,6 +8,7 @@ use super::{
     protocol::{Attach, FrontEnd, Relayed},
     quiet::Quiet,
     session::{Counters, End, Place, QUEUE, Session},
+    watch::Watch,
 };
 use crate::{run::RunDir, store};
 use rustix::{
@@ -16,7 +17,7 @@ use rustix::{
 };
 use serde::{Deserialize, Serialize};
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::BTreeMap,
     fs, io,
     os::{fd::OwnedFd, unix::fs::PermissionsExt as _},
     path::{Path, PathBuf},
@@ -84,8 +85,7 @@ struct Served {
     noted: Note,
     /// Requests are held back until then at most.
     fence: Option<Instant>,
-    /// Requests in flight, and when they were first seen.
-    seen: HashMap<super::inflight::Held, Instant>,
+    watch: Watch,
     looked: Instant,
     /// Whether one of them has been in flight for long.
     is_slow: bool,
@@ -143,7 +143,7 @@ impl Volume {
             wake: wake.clone(),
             noted,
             fence: None,
-            seen: HashMap::new(),
+            watch: Watch::default(),
             looked: Instant::now(),
             is_slow: false,
         };
@@ -267,7 +267,7 @@ impl Served {
 
     fn end_session(&mut self, end: &End) {
         self.fence = None;
-        self.seen.clear();
+        self.watch.clear();
         if let Some(session) = self.session.take() {
             session.end(&self.place, end);
         }
@@ -396,18 +396,14 @@ impl Served {
     /// The front-end, and how old the requests are that are in flight.
     fn look(&mut self) -> Option<FrontEnd> {
         let session = self.session.as_ref()?;
-        let held = session.held();
-        let now = Instant::now();
-        self.looked = now;
-        self.seen =
-            held.iter().map(|one| (*one, self.seen.get(one).copied().unwrap_or(now))).collect();
-        let oldest = self.seen.values().map(|since| now - *since).max().unwrap_or_default();
-        self.is_slow = oldest > SLOW;
+        let open = self.watch.look(session);
+        self.looked = Instant::now();
+        self.is_slow = open.oldest > SLOW && !session.link.is_parked();
         Some(FrontEnd {
             pid: session.front.note.pid,
             since: session.front.note.since,
-            in_flight: u64::try_from(held.len()).unwrap_or(u64::MAX),
-            oldest_ms: u64::try_from(oldest.as_millis()).unwrap_or(u64::MAX),
+            in_flight: open.count,
+            oldest_ms: u64::try_from(open.oldest.as_millis()).unwrap_or(u64::MAX),
             paused: session.link.is_parked(),
             trouble: session.link.reason(),
             deaf: session.link.is_deaf(),

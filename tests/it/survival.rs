@@ -492,7 +492,6 @@ async fn requests_are_held_back_and_let_go() {
         times.push(begin.elapsed());
         let (status, before) = (relay.status(&key(1)), writes());
         assert_eq!(status["front_end"]["paused"], true);
-        assert_eq!(status["front_end"]["in_flight"], 0);
         sleep(Duration::from_millis(50)).await;
         assert_eq!(writes(), before, "something was written all the same");
         assert_eq!(relay.ask(&json!({ "resume": key(1) })), json!({ "resumed": true }));
