@@ -48,6 +48,7 @@ struct Worker {
 
 /// Runs the worker until nothing is left to serve and no keeper is there.
 pub(super) fn run(run: RunDir) -> anyhow::Result<()> {
+    abort_on_panic();
     let lock = Arc::new(lock(&run)?);
     let keep = Keep::open(&run).context("the keeper")?;
     let worker = Worker { run, keep, volumes: Arc::default(), lock };
@@ -71,6 +72,15 @@ pub(super) fn run(run: RunDir) -> anyhow::Result<()> {
             worker.keep.renew();
         }
     }
+}
+
+/// A volume whose thread is gone would stay without service; the next worker serves it again.
+fn abort_on_panic() {
+    let tell = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        tell(panic);
+        std::process::abort();
+    }));
 }
 
 fn lock(run: &RunDir) -> anyhow::Result<File> {
