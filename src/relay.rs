@@ -15,10 +15,12 @@
 //! ```text
 //!  keeper (process)   keeps descriptors and state; does nothing else
 //!    | kept           what the two say to each other
-//!  worker (process) --> volume (thread) --> session --> link --> backend
-//!    | keep             the worker's side      |                    |
-//!    | protocol, client what the driver says   +--> said, inflight  |
-//!                                              +--> wire, message --+
+//!  worker (process) --> volume (thread) --> session --+--> requests      what it asks for
+//!    | keep             | place, watch                +--> link, park    the daemon behind it
+//!    | protocol, client                               +--> said          what is to be replayed
+//!                                                           |
+//!    self_test ------> backend, inflight, memory <----------+
+//!                         +--> wire --> message           bytes and meaning
 //! ```
 //!
 //! What it relies on is no promise of QSD's, so each version is tried first: `self_test`.
@@ -32,8 +34,11 @@ mod kept;
 mod link;
 mod memory;
 mod message;
+mod park;
+mod place;
 mod protocol;
 mod quiet;
+mod requests;
 mod said;
 mod self_test;
 mod session;

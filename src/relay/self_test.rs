@@ -25,8 +25,8 @@ use super::{
     backend::{Backend, Kick, Tracking},
     inflight::{self, Inflight},
     message::{Code, Message, feature, protocol},
+    requests::OWN_RING_SIZE,
     said::{Item, RingItem, Said, Word},
-    session::OWN_RING_SIZE,
 };
 use crate::chain::Chain;
 use ring::{RING, Ring, SIZE};

@@ -5,9 +5,10 @@ use super::{
     keep::Keep,
     kept::{Commit, Thing},
     link::{Lost, has_ended},
+    place::{Counters, Place, QUEUE},
     protocol::{Attach, FrontEnd, Relayed},
     quiet::Quiet,
-    session::{Counters, End, Place, QUEUE, Session},
+    session::{End, Session},
     watch::Watch,
 };
 use crate::{run::RunDir, store};
