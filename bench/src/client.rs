@@ -1,6 +1,6 @@
 //! The calls to the driver, each with the time it took.
 
-use crate::scratch::Paths;
+use crate::{graph::Cache, scratch::Paths};
 use anyhow::Context as _;
 use qsd_csi::csi::pb::{
     csi::{
@@ -12,7 +12,7 @@ use qsd_csi::csi::pb::{
     },
     inspect::{self, inspect_client::InspectClient},
 };
-use std::{path::Path, time::Duration};
+use std::{collections::HashMap, path::Path, time::Duration};
 use tokio::time::Instant;
 use tonic::transport::{Channel, Endpoint};
 
@@ -41,7 +41,12 @@ impl Client {
         Ok(())
     }
 
-    pub(crate) async fn create(&mut self, name: &str, size: u64) -> anyhow::Result<Duration> {
+    pub(crate) async fn create(
+        &mut self,
+        name: &str,
+        size: u64,
+        cache: Cache,
+    ) -> anyhow::Result<Duration> {
         let begin = Instant::now();
         let request = pb::CreateVolumeRequest {
             name: name.to_owned(),
@@ -50,6 +55,10 @@ impl Client {
                 limit_bytes: 0,
             }),
             volume_capabilities: vec![capability()],
+            parameters: match cache {
+                Cache::Writeback => HashMap::new(), // what `auto` is, for a raw volume
+                Cache::Writethrough => [("cache".to_owned(), "writethrough".to_owned())].into(),
+            },
             ..Default::default()
         };
         let answer = self.controller.create_volume(request).await.context("CreateVolume")?;

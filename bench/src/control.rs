@@ -4,6 +4,7 @@ use crate::{
     blocking,
     driver::Driver,
     fleet,
+    graph::Cache,
     plot::{Bar, Chart, Group},
     qsd::Bare,
     report::{Report, Table},
@@ -67,7 +68,7 @@ impl Calls {
         for _ in 0..count {
             let paths = driver.scratch.paths("sample")?;
             let client = &mut driver.client;
-            create.push(client.create("sample", fleet::SIZE).await?);
+            create.push(client.create("sample", fleet::SIZE, Cache::Writeback).await?);
             attach.push(client.attach("sample", &paths).await?);
             detach.push(client.detach("sample", &paths).await?);
             delete.push(client.delete("sample").await?);

@@ -5,17 +5,19 @@
 //! the wake-ups, and takes a core, which on a machine with two is one of those that complete
 //! durable writes. fio has one thread too.
 
-use crate::Plan;
 use crate::{
-    blocking,
+    Plan, blocking,
+    client::Client,
     driver::Driver,
     fio,
-    load::{Direction, Load, Order},
+    graph::Cache,
+    load::{Direction, Durability, Load, Order},
     plot::{Bar, Chart, Group},
     process::pss,
     report::{Report, Table},
     say::say,
-    stats::{Goal, median, ratio},
+    scratch::Paths,
+    stats::{Goal, extremes, median, ratio},
     vhost::{Disk, Wait},
 };
 use anyhow::{Context as _, ensure};
@@ -41,55 +43,108 @@ struct Rounds {
     polling: Vec<f64>,
 }
 
-/// Publishes a volume and measures it.
+/// The clients of two volumes.
+struct Disks {
+    /// `cache: auto`, so a write is durable after a flush.
+    auto: Disk,
+    /// `cache: writethrough`, so a write is durable when it ends.
+    writethrough: Disk,
+}
+
+/// A published volume.
+struct Volume {
+    id: &'static str,
+    paths: Paths,
+    layer: PathBuf,
+    daemon: i32,
+}
+
+/// Publishes two volumes and measures them.
 pub(crate) async fn measure(plan: &Plan, report: &mut Report) -> anyhow::Result<()> {
     let mut driver = Driver::start(report.dir()).await?;
-    let paths = driver.scratch.paths("data")?;
-    driver.client.create("data", plan.span).await?;
-    driver.client.attach("data", &paths).await?;
-    let volumes = driver.client.list().await?;
-    let volume = volumes.into_iter().next().context("the volume is not listed")?;
-    let layer = volume.layers.first().context("the volume has no layer")?;
-    let daemon = volume.attachment.and_then(|attachment| attachment.daemon);
-    let daemon = daemon.context("the volume has no daemon")?.pid;
-    let before = pss(daemon)?;
-
-    let socket = paths.target.join("vhost.sock");
-    let (layer, span) = (PathBuf::from(&layer.path), plan.span);
-    let disk = blocking(move || {
-        let mut disk = Disk::connect(&socket, MEMORY)?;
-        check(&mut disk, &layer, span)?;
-        drop(disk);
-        let mut disk = Disk::connect(&socket, MEMORY)?; // a second client finds it, too
-        prepare(&mut disk, span)?;
-        Ok(disk)
-    });
-    let mut disk = disk.await?;
+    let auto = Volume::publish(&mut driver, "auto", Cache::Writeback, plan.span).await?;
+    let durable = Volume::publish(&mut driver, "durable", Cache::Writethrough, plan.span).await?;
+    let before = pss(auto.daemon)?;
+    let mut disks =
+        Disks { auto: auto.open(plan.span).await?, writethrough: durable.open(plan.span).await? };
     let file = driver.scratch.disk().join("fio.raw");
+    say(format!("writing all {} MiB of a plain file once ...", plan.span >> 20));
     fio::prepare(&file, plan.span).await?;
 
     let mut results = Vec::new();
-    for (load, goal) in loads(plan) {
-        let rounds = if goal.is_some() { plan.goal_rounds } else { plan.rounds };
+    for group in groups(plan) {
+        let has_goal = group.iter().any(|(_, goal)| goal.is_some());
+        let rounds = if has_goal { plan.goal_rounds } else { plan.rounds };
         let measured;
-        (disk, measured) = alternate(disk, &file, load, goal, rounds).await?;
-        results.push(measured);
+        (disks, measured) = alternate(disks, &file, &group, rounds).await?;
+        results.extend(measured);
     }
-    drop(disk);
-    let after = pss(daemon)?;
-    driver.client.detach("data", &paths).await?;
-    driver.client.delete("data").await?;
+    drop(disks);
+    let after = pss(auto.daemon)?;
+    auto.remove(&mut driver.client).await?;
+    durable.remove(&mut driver.client).await?;
     driver.end().await?;
     tell(&results, report)?;
     report.text(format!(
-        "PSS of its daemon, which has no other of the driver's to share its program with: \
-         {before} KiB before the load, {after} KiB after it."
+        "PSS of the first daemon, which has but one other of the driver's to share its program \
+         with: {before} KiB before the load, {after} KiB after it."
     ));
     Ok(())
 }
 
-/// What is measured, with the ratio to reach.
-fn loads(plan: &Plan) -> Vec<(Load, Option<f64>)> {
+impl Volume {
+    async fn publish(
+        driver: &mut Driver,
+        id: &'static str,
+        cache: Cache,
+        size: u64,
+    ) -> anyhow::Result<Self> {
+        let paths = driver.scratch.paths(id)?;
+        driver.client.create(id, size, cache).await?;
+        driver.client.attach(id, &paths).await?;
+        let volumes = driver.client.list().await?;
+        let volume = volumes.into_iter().find(|volume| volume.volume_id == id);
+        let volume = volume.context("the volume is not listed")?;
+        let layer = volume.layers.first().context("the volume has no layer")?.path.clone().into();
+        let daemon = volume.attachment.and_then(|attachment| attachment.daemon);
+        let daemon = daemon.context("the volume has no daemon")?.pid;
+        Ok(Self { id, paths, layer, daemon })
+    }
+
+    /// A client of it, after a look that it stores what is written.
+    async fn open(&self, span: u64) -> anyhow::Result<Disk> {
+        let (socket, layer) = (self.paths.target.join("vhost.sock"), self.layer.clone());
+        let open = blocking(move || {
+            let mut disk = Disk::connect(&socket, MEMORY)?;
+            check(&mut disk, &layer, span)?;
+            drop(disk);
+            let mut disk = Disk::connect(&socket, MEMORY)?; // a second client finds it, too
+            prepare(&mut disk, span)?;
+            Ok(disk)
+        });
+        open.await
+    }
+
+    async fn remove(self, client: &mut Client) -> anyhow::Result<()> {
+        client.detach(self.id, &self.paths).await?;
+        client.delete(self.id).await?;
+        Ok(())
+    }
+}
+
+impl Disks {
+    /// The one that is as durable as a load wants it.
+    fn of(&mut self, load: &Load) -> &mut Disk {
+        match load.direction {
+            Direction::Write(Durability::AtEnd) => &mut self.writethrough,
+            Direction::Write(Durability::AfterFlush { .. } | Durability::AtLast)
+            | Direction::Read => &mut self.auto,
+        }
+    }
+}
+
+/// What is measured, with the ratio to reach; the loads of a group alternate.
+fn groups(plan: &Plan) -> Vec<Vec<(Load, Option<f64>)>> {
     let load = |order, direction, block, depth| Load {
         order,
         direction,
@@ -98,14 +153,22 @@ fn loads(plan: &Plan) -> Vec<(Load, Option<f64>)> {
         span: plan.span,
         time: plan.time,
     };
-    let (random, sequential) = (Order::Random, Order::Sequential);
+    let random = |direction, depth| load(Order::Random, direction, 4096, depth);
+    let sequential = |direction| load(Order::Sequential, direction, 128 << 10, 8);
+    let durable = Direction::Write(Durability::AtEnd);
+    let flushed = |writes| Direction::Write(Durability::AfterFlush { writes });
     vec![
-        (load(random, Direction::Read, 4096, 1), None),
-        (load(random, Direction::Read, 4096, 32), Some(0.75)),
-        (load(random, Direction::Write, 4096, 1), None),
-        (load(random, Direction::Write, 4096, 32), Some(0.70)),
-        (load(sequential, Direction::Read, 128 << 10, 8), None),
-        (load(sequential, Direction::Write, 128 << 10, 8), None),
+        vec![(random(Direction::Read, 1), None)],
+        vec![(random(Direction::Read, 32), Some(0.75))],
+        vec![(random(durable, 1), None), (random(flushed(1), 1), None)],
+        vec![
+            (random(durable, 32), Some(0.70)),
+            (random(flushed(1), 32), None),
+            (random(flushed(32), 32), None),
+            (random(Direction::Write(Durability::AtLast), 32), None),
+        ],
+        vec![(sequential(Direction::Read), None)],
+        vec![(sequential(durable), None)],
     ]
 }
 
@@ -130,47 +193,57 @@ fn check(disk: &mut Disk, layer: &Path, span: u64) -> anyhow::Result<()> {
 
 /// Writes all of the disk once, so that later requests meet blocks that are there.
 fn prepare(disk: &mut Disk, span: u64) -> anyhow::Result<()> {
-    say(format!("writing all {} MiB once, on both sides ...", span >> 20));
+    say(format!("writing all {} MiB of a disk once ...", span >> 20));
     disk.fill();
     disk.write_all(span)
 }
 
 async fn alternate(
-    mut disk: Disk,
+    mut disks: Disks,
     file: &Path,
-    load: Load,
-    goal: Option<f64>,
+    group: &[(Load, Option<f64>)],
     rounds: usize,
-) -> anyhow::Result<(Disk, Rounds)> {
-    let (fio, sleeping, polling) = (Vec::new(), Vec::new(), Vec::new());
-    let mut all = Rounds { load, goal, fio, sleeping, polling };
+) -> anyhow::Result<(Disks, Vec<Rounds>)> {
+    let none = |(load, goal): &(Load, Option<f64>)| {
+        let (fio, sleeping, polling) = (Vec::new(), Vec::new(), Vec::new());
+        Rounds { load: *load, goal: *goal, fio, sleeping, polling }
+    };
+    let mut all: Vec<_> = group.iter().map(none).collect();
     for round in 1..=rounds {
-        all.fio.push(fio::run(file, &load).await?);
-        for wait in [Wait::Eventfd, Wait::Polling] {
-            let rate;
-            (disk, rate) = blocking(move || {
-                let rate = disk.run(&load, wait)?;
-                Ok((disk, rate))
-            })
-            .await?;
-            match wait {
-                Wait::Eventfd => all.sleeping.push(rate),
-                Wait::Polling => all.polling.push(rate),
-            }
+        for one in &mut all {
+            disks = one.round(disks, file).await?;
+            let last = |rates: &[f64]| rates.last().copied().unwrap_or_default();
+            let (fio, sleeping) = (last(&one.fio), last(&one.sleeping));
+            let polling = last(&one.polling);
+            say(format!(
+                "{}, round {round} of {rounds}: fio {fio:.0}, eventfd {sleeping:.0} ({:.2}), \
+                 polling {polling:.0} ({:.2})",
+                one.load,
+                ratio(sleeping, fio),
+                ratio(polling, fio),
+            ));
         }
-        let last = |rates: &[f64]| rates.last().copied().unwrap_or_default();
-        let (fio, sleeping, polling) = (last(&all.fio), last(&all.sleeping), last(&all.polling));
-        say(format!(
-            "{load}, round {round} of {rounds}: fio {fio:.0}, eventfd {sleeping:.0} ({:.2}), \
-             polling {polling:.0} ({:.2})",
-            ratio(sleeping, fio),
-            ratio(polling, fio),
-        ));
     }
-    Ok((disk, all))
+    Ok((disks, all))
 }
 
 impl Rounds {
+    /// One more round.
+    async fn round(&mut self, disks: Disks, file: &Path) -> anyhow::Result<Disks> {
+        let load = self.load;
+        self.fio.push(fio::run(file, &load).await?);
+        let run = blocking(move || {
+            let mut disks = disks;
+            let sleeping = disks.of(&load).run(&load, Wait::Eventfd)?;
+            let polling = disks.of(&load).run(&load, Wait::Polling)?;
+            Ok((disks, sleeping, polling))
+        });
+        let (disks, sleeping, polling) = run.await?;
+        self.sleeping.push(sleeping);
+        self.polling.push(polling);
+        Ok(disks)
+    }
+
     /// The median of the ratios of each pair.
     fn ratio(&self, wait: Wait) -> f64 {
         let rates = match wait {
@@ -191,9 +264,14 @@ fn tell(results: &[Rounds], report: &mut Report) -> anyhow::Result<()> {
     report.text(
         "Requests a second (IOPS) through the published vhost-user-blk socket, one queue and one \
          thread, against fio (`io_uring`, direct I/O, one thread) on a file of the same file \
-         system. Every block was written before. A write is durable when it ends: the export is \
-         writethrough, fio opens with O_DSYNC. The sides alternate; IOPS are medians over the \
-         rounds, a ratio is the median of the ratios of each round.",
+         system. Every block was written before. A *durable* write is durable when it ends: the \
+         volume has `cache: writethrough`, fio opens with O_DSYNC. All else is a volume with \
+         `cache: auto`, and of its writes those are durable that were flushed: `flush after each` \
+         is a queue in which each slot writes and then flushes, as so many processes would that \
+         call fdatasync after each write, against fio with fdatasync=1; with `flush after 32` each \
+         slot writes 32 times in between, and fio has a thread a slot. Flushes are not counted. \
+         The sides alternate; IOPS are medians over the rounds, a ratio is the median of the \
+         ratios of each round.",
     );
     let mut table = Table::new([
         "load",
@@ -221,7 +299,35 @@ fn tell(results: &[Rounds], report: &mut Report) -> anyhow::Result<()> {
         ]);
     }
     report.table(&table);
+    compare(results, report);
     report.figure("data.svg", "requests a second, as a ratio to fio", &chart(results))
+}
+
+/// Volumes with `cache: auto` against the one with `cache: writethrough`, in the same rounds.
+fn compare(results: &[Rounds], report: &mut Report) {
+    report.text(
+        "The same writes with `cache: auto` against durable ones of a volume with `cache: \
+         writethrough`, in the same rounds and at the same depth: medians of the ratios of each \
+         round, in brackets the lowest and the highest. With a flush after each, both promise the \
+         same.",
+    );
+    let mut table = Table::new(["cache: auto", "client asleep (eventfd)", "client polling"]);
+    for durable in results.iter().filter(|one| one.load.is_durable_at_end()) {
+        let others = results.iter().filter(|one| one.load.is_otherwise_durable(&durable.load));
+        for other in others {
+            let cell = |own: &[f64], base: &[f64]| {
+                let ratios = || own.iter().zip(base).map(|(own, base)| ratio(*own, *base));
+                let (lowest, highest) = extremes(ratios());
+                format!("{:.2} ({lowest:.2} to {highest:.2})", median(ratios()))
+            };
+            table.row([
+                other.load.to_string(),
+                cell(&other.sleeping, &durable.sleeping),
+                cell(&other.polling, &durable.polling),
+            ]);
+        }
+    }
+    report.table(&table);
 }
 
 fn chart(results: &[Rounds]) -> Chart {

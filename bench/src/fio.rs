@@ -1,6 +1,6 @@
 //! fio on a plain file: what the disk below gives without any of this.
 
-use crate::load::{Direction, Load, Order};
+use crate::load::{Direction, Durability, Load, Order};
 use anyhow::{Context as _, ensure};
 use serde_json::Value;
 use std::{path::Path, process::Output};
@@ -21,29 +21,46 @@ pub(crate) async fn prepare(file: &Path, size: u64) -> anyhow::Result<()> {
     output(&mut fio).await.map(drop)
 }
 
-/// Keeps `load` up for its time; requests a second. A write is durable when it ends.
+/// Keeps `load` up for its time; requests a second. What is written is as durable as it says.
 pub(crate) async fn run(file: &Path, load: &Load) -> anyhow::Result<f64> {
     let mut fio = command(file, load.span);
     let (pattern, part) = match (load.order, load.direction) {
         (Order::Random, Direction::Read) => ("randread", "read"),
-        (Order::Random, Direction::Write) => ("randwrite", "write"),
+        (Order::Random, Direction::Write(_)) => ("randwrite", "write"),
         (Order::Sequential, Direction::Read) => ("read", "read"),
-        (Order::Sequential, Direction::Write) => ("write", "write"),
+        (Order::Sequential, Direction::Write(_)) => ("write", "write"),
     };
     fio.arg(format!("--rw={pattern}"))
         .arg(format!("--bs={}", load.block))
-        .arg(format!("--iodepth={}", load.depth))
         .arg(format!("--runtime={}ms", load.time.as_millis()))
-        .args(["--time_based", "--norandommap"]);
-    if load.direction == Direction::Write {
-        fio.arg("--sync=dsync");
+        .args(["--time_based", "--norandommap", "--group_reporting"]);
+    let flushes = match load.direction {
+        Direction::Write(Durability::AfterFlush { writes }) => writes,
+        Direction::Write(Durability::AtEnd) => {
+            fio.arg("--sync=dsync");
+            0
+        }
+        Direction::Write(Durability::AtLast) | Direction::Read => 0,
+    };
+    fio.arg(format!("--fdatasync={flushes}"));
+    if flushes > 1 {
+        // With a queue fio 3.33 flushes some ten times as often as it is told to.
+        fio.args(["--thread", "--ioengine=psync"]).arg(format!("--numjobs={}", load.depth));
+    } else {
+        fio.arg(format!("--iodepth={}", load.depth));
     }
     let report: Value = serde_json::from_slice(&output(&mut fio).await?.stdout)?;
-    let rate = report["jobs"][0][part]["iops"].as_f64();
+    let job = &report["jobs"][0];
+    let done = job[part]["total_ios"].as_u64().unwrap_or_default();
+    let syncs = job["sync"]["lat_ns"]["N"].as_u64().unwrap_or_default();
+    // Some are under way at the end.
+    let expected = done.checked_div(flushes).unwrap_or_default().saturating_sub(load.depth.into());
+    ensure!(syncs >= expected, "fio flushed {syncs} times, not {expected}");
+    let rate = job[part]["iops"].as_f64();
     rate.with_context(|| format!("fio did not say how many {part}s a second there were"))
 }
 
-/// One thread, direct I/O through `io_uring`, as the daemons do it.
+/// One thread, direct I/O through `io_uring`, as the daemons do it, unless something else is said.
 fn command(file: &Path, size: u64) -> Command {
     let mut fio = Command::new(PROGRAM);
     fio.args(["--name=reference", "--ioengine=io_uring", "--direct=1", "--output-format=json"])

@@ -1,6 +1,6 @@
 //! Volumes that are there: created, staged, published, and idle.
 
-use crate::{driver::Driver, say::say};
+use crate::{driver::Driver, graph::Cache, say::say};
 
 /// Bytes of a volume. Nothing is written to it, so it takes no space.
 pub(crate) const SIZE: u64 = 64 << 20;
@@ -16,7 +16,7 @@ impl Fleet {
         while self.0.len() < count {
             let volume = format!("idle-{:04}", self.0.len());
             let paths = driver.scratch.paths(&volume)?;
-            driver.client.create(&volume, SIZE).await?;
+            driver.client.create(&volume, SIZE, Cache::Writeback).await?;
             driver.client.attach(&volume, &paths).await?;
             self.0.push(volume);
         }

@@ -11,7 +11,22 @@ pub(crate) enum Order {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Direction {
     Read,
-    Write,
+    Write(Durability),
+}
+
+/// When what is written is durable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Durability {
+    /// When a write ends: the disk is writethrough, a plain file opened with `O_DSYNC`.
+    AtEnd,
+    /// After a flush. Each slot of the queue writes so many times, one write after the other, and
+    /// then flushes, as a process would that calls `fdatasync` after so many writes.
+    AfterFlush {
+        /// The writes before a flush.
+        writes: u64,
+    },
+    /// Whenever the disk likes.
+    AtLast,
 }
 
 /// Requests of one size, so many at a time, within the first bytes of a disk.
@@ -29,6 +44,17 @@ pub(crate) struct Load {
 }
 
 impl Load {
+    /// Whether it writes, and a write is durable when it ends.
+    pub(crate) fn is_durable_at_end(&self) -> bool {
+        self.direction == Direction::Write(Durability::AtEnd)
+    }
+
+    /// Whether it writes like `other`, but not as durably.
+    pub(crate) fn is_otherwise_durable(&self, other: &Self) -> bool {
+        let same = (self.order, self.block, self.depth) == (other.order, other.block, other.depth);
+        same && matches!(self.direction, Direction::Write(_)) && self.direction != other.direction
+    }
+
     /// The offset of the `nth` request.
     ///
     /// `splitmix64`, a public-domain mixing function, makes the numbers random enough.
@@ -51,15 +77,22 @@ fn mixed(nth: u64) -> u64 {
 
 impl fmt::Display for Load {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let direction = match self.direction {
-            Direction::Read => "read",
-            Direction::Write => "durable write",
+        let (direction, how) = match self.direction {
+            Direction::Read => ("read", String::new()),
+            Direction::Write(Durability::AtEnd) => ("durable write", String::new()),
+            Direction::Write(Durability::AfterFlush { writes: 1 }) => {
+                ("write", ", flush after each".to_owned())
+            }
+            Direction::Write(Durability::AfterFlush { writes }) => {
+                ("write", format!(", flush after {writes}"))
+            }
+            Direction::Write(Durability::AtLast) => ("write", ", no flush".to_owned()),
         };
         let order = match self.order {
             Order::Random => "random",
             Order::Sequential => "sequential",
         };
-        write!(out, "{} KiB {order} {direction}, depth {}", self.block / 1024, self.depth)
+        write!(out, "{} KiB {order} {direction}, depth {}{how}", self.block / 1024, self.depth)
     }
 }
 

@@ -21,9 +21,12 @@ pub(crate) async fn describe(dir: &Path) -> anyhow::Result<String> {
     let kernel = system.release().to_string_lossy().into_owned();
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     let disk = file_system(&mounts, dir).unwrap_or("an unknown file system");
+    let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let busy = load.split(' ').next().and_then(|load| load.parse::<f64>().ok()).unwrap_or_default();
     Ok(format!(
         "{cores} cores of {model}, Linux {kernel}, pool on {disk}, qemu-storage-daemon {qsd}, \
-         {fio}. Nothing is pinned to a core."
+         {fio}. Nothing is pinned to a core. Before the run, {busy:.1} processes wanted a core \
+         (load average of 1 minute)."
     ))
 }
 

@@ -1,7 +1,7 @@
 //! `qsd-csi-bench`: what qsd-csi costs, each figure beside a reference taken in the same run.
 //!
 //! ```text
-//! make bench                                       all parts, some 5 minutes on 2 cores
+//! make bench                                       all parts, some 10 minutes on 2 cores
 //! target/release/qsd-csi-bench --only data         one part: control, memory or data
 //! target/release/qsd-csi-bench --quick             seconds: shows that it works, not how fast
 //! target/release/qsd-csi-bench --only tune         settings of bare daemons against each other
@@ -16,8 +16,9 @@
 //! |---|---|---|---|
 //! | control | latency of CSI calls with 1, 100 and 500 volumes published | ms | a bare daemon from spawn to its end; one durable 4 KiB file |
 //! | control | start of the driver with 500 volumes published | ms | the same with none |
-//! | memory | memory of daemons, driver and supervisor, as proportional set size (PSS) | KiB | bare daemons that serve nothing |
+//! | memory | memory of daemons, driver, supervisor and relay, as proportional set size (PSS) | KiB | bare daemons that serve nothing |
 //! | data | requests a second through the published socket | IOPS | fio on a file of the same file system |
+//! | data | durable writes with `cache: auto` | IOPS | `cache: writethrough` |
 //! | tune | requests a second of bare daemons with other settings | IOPS | fio, likewise |
 //!
 //! Figures depend on the machine; ratios to a reference less so. Goals are judged, and nothing
@@ -29,12 +30,14 @@ mod data;
 mod driver;
 mod fio;
 mod fleet;
+mod graph;
 mod load;
 mod machine;
 mod memory;
 mod plot;
 mod process;
 mod qsd;
+mod relayed;
 mod report;
 mod restart;
 mod say;
@@ -104,13 +107,25 @@ struct Plan {
 impl Plan {
     fn new(quick: bool) -> Self {
         if quick {
-            let time = Duration::from_millis(200);
-            let (span, levels) = (32 << 20, vec![1, 6]);
-            Self { levels, samples: 4, starts: 1, span, rounds: 1, goal_rounds: 1, time }
+            Self {
+                levels: vec![1, 6],
+                samples: 4,
+                starts: 1,
+                span: 32 << 20,
+                rounds: 1,
+                goal_rounds: 1,
+                time: Duration::from_millis(200),
+            }
         } else {
-            let time = Duration::from_secs(2);
-            let (span, levels) = (1 << 30, vec![1, 100, 500]);
-            Self { levels, samples: 60, starts: 5, span, rounds: 3, goal_rounds: 7, time }
+            Self {
+                levels: vec![1, 100, 500],
+                samples: 60,
+                starts: 5,
+                span: 1 << 30,
+                rounds: 3,
+                goal_rounds: 7,
+                time: Duration::from_secs(2),
+            }
         }
     }
 }

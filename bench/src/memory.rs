@@ -5,6 +5,7 @@ use crate::{
     driver::Driver,
     process::pss,
     qsd::Bare,
+    relayed::Relay,
     report::{Report, Table},
     say::say,
     stats::{Goal, float, median},
@@ -25,6 +26,8 @@ struct Size {
     bare: f64,
     driver: u64,
     supervisor: u64,
+    keeper: u64,
+    worker: u64,
 }
 
 /// The sizes at all levels.
@@ -45,6 +48,7 @@ impl Sizes {
         let of_bare = sizes(pids(&bare)?)?;
         let of_daemons = sizes(driver.client.daemons().await?)?;
         let supervisor = driver.scratch.supervisor().context("there is no supervisor")?;
+        let relay = Relay::of(&driver.scratch)?.pids().await?;
         self.0.push(Size {
             volumes,
             daemon: median(of_daemons.iter().copied().map(float)),
@@ -52,6 +56,8 @@ impl Sizes {
             bare: median(of_bare.into_iter().map(float)),
             driver: pss(driver.pid()?)?,
             supervisor: pss(supervisor)?,
+            keeper: pss(relay.keeper)?,
+            worker: pss(relay.worker)?,
         });
         blocking(move || bare.into_iter().try_for_each(Bare::quit)).await
     }
@@ -61,7 +67,7 @@ impl Sizes {
         report.text(format!(
             "Proportional set size (PSS) in KiB: private pages, and of shared ones the share of \
              the process; so it falls where many daemons share one program. Volumes are published \
-             and idle, one daemon each. The reference is the middle one of {BARE} daemons that \
+             and idle, one daemon each, without a VM. The reference is the middle one of {BARE} daemons that \
              serve nothing, taken at the same time.",
         ));
         let mut table = Table::new([
@@ -72,6 +78,8 @@ impl Sizes {
             "x reference",
             "driver",
             "supervisor",
+            "relay: keeper",
+            "relay: worker",
         ]);
         for size in &self.0 {
             table.row([
@@ -82,6 +90,8 @@ impl Sizes {
                 format!("{:.2}", size.daemon / size.bare.max(1.0)),
                 size.driver.to_string(),
                 size.supervisor.to_string(),
+                size.keeper.to_string(),
+                size.worker.to_string(),
             ]);
         }
         report.table(&table);

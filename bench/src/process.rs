@@ -4,6 +4,7 @@ use anyhow::Context as _;
 use rustix::process::{Pid, Signal, kill_process};
 use std::{
     fs,
+    os::unix::ffi::OsStrExt as _,
     path::{Path, PathBuf},
 };
 
@@ -31,15 +32,30 @@ pub(crate) fn signal(pid: i32, signal: Signal) {
     }
 }
 
-/// The processes whose standard input is a file below `dir`, as that of the driver's daemons is.
+/// The processes whose standard input is a file below `dir`, as that of the driver's daemons is,
+/// and that of a relay's keeper.
 pub(crate) fn reading_below(dir: &Path) -> Vec<i32> {
-    let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
-    let pid_of = |path: PathBuf| path.file_name()?.to_str()?.parse().ok();
-    let pids = entries.flatten().filter_map(|entry| pid_of(entry.path()));
     let reads = |pid: &i32| {
         fs::read_link(format!("/proc/{pid}/fd/0")).is_ok_and(|input| input.starts_with(dir))
     };
-    pids.filter(reads).collect()
+    all().into_iter().filter(reads).collect()
+}
+
+/// The processes of the relay on the run directory `run`.
+pub(crate) fn relaying(run: &Path) -> Vec<i32> {
+    let start = [b"relay", &b"--run-dir"[..], run.as_os_str().as_bytes()];
+    let relays = |pid: &i32| {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let arguments: Vec<_> = line.split(|byte| *byte == 0).skip(1).take(3).collect();
+        arguments == start
+    };
+    all().into_iter().filter(relays).collect()
+}
+
+fn all() -> Vec<i32> {
+    let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
+    let pid_of = |path: PathBuf| path.file_name()?.to_str()?.parse().ok();
+    entries.flatten().filter_map(|entry| pid_of(entry.path())).collect()
 }
 
 #[cfg(test)]

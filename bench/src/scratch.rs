@@ -88,8 +88,18 @@ impl Scratch {
 
     fn clear(&self) {
         let supervisor = self.supervisor();
-        for pid in process::reading_below(&self.run()) {
-            process::signal(pid, Signal::KILL);
+        let begin = Instant::now();
+        // Again and again: what ends last starts nothing any more.
+        while begin.elapsed() < Duration::from_secs(5) {
+            let left = [process::reading_below(&self.run()), process::relaying(&self.run())];
+            let left = left.concat();
+            if left.is_empty() {
+                break;
+            }
+            for pid in left {
+                process::signal(pid, Signal::KILL);
+            }
+            sleep(Duration::from_millis(5));
         }
         if let Some(pid) = supervisor {
             process::signal(pid, Signal::TERM);

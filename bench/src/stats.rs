@@ -41,6 +41,13 @@ pub(crate) fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     }
 }
 
+/// The lowest and the highest value; zeroes of nothing.
+pub(crate) fn extremes(values: impl IntoIterator<Item = f64>) -> (f64, f64) {
+    let mut values = values.into_iter();
+    let Some(first) = values.next() else { return (0.0, 0.0) };
+    values.fold((first, first), |(low, high), value| (low.min(value), high.max(value)))
+}
+
 /// `a / b`, and 0 where there is no b.
 pub(crate) fn ratio(a: f64, b: f64) -> f64 {
     if b > 0.0 { a / b } else { 0.0 }
@@ -105,6 +112,13 @@ mod test {
         assert!(close(median([3.0, 1.0, 2.0]), 2.0));
         assert!(close(median([4.0, 1.0, 2.0, 3.0]), 2.5));
         assert!(close(median([]), 0.0));
+    }
+
+    #[test]
+    fn extremes_are_found_wherever_they_are() {
+        let close = |a: (f64, f64), b: (f64, f64)| (a.0 - b.0).abs() + (a.1 - b.1).abs() < 1e-9;
+        assert!(close(extremes([2.0, 1.0, 3.0]), (1.0, 3.0)));
+        assert!(close(extremes([]), (0.0, 0.0)));
     }
 
     #[test]

@@ -5,7 +5,8 @@
 
 use crate::{
     Plan, blocking, fio,
-    load::{Direction, Load, Order},
+    graph::{Cache, Settings, Throttle},
+    load::{Direction, Durability, Load, Order},
     process::pss,
     qsd::Bare,
     report::{Report, Table},
@@ -14,44 +15,29 @@ use crate::{
     stats::{median, ratio},
     vhost::{Disk, Wait},
 };
-use serde_json::{Value, json};
 use std::path::Path;
 
 /// One way to build the graph.
 #[derive(Clone, Copy, Debug)]
 struct Variant {
     name: &'static str,
-    queues: u16,
-    aio: &'static str,
-    /// How long the iothread polls, in nanoseconds; 32768 where nothing is said.
-    poll: Option<u64>,
-    throttle: Throttle,
+    settings: Settings,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Throttle {
-    Present,
-    Absent,
+fn variants() -> [Variant; 8] {
+    let driver = Settings::of_driver(Cache::Writethrough);
+    let variant = |name, settings| Variant { name, settings };
+    [
+        variant("as the driver does", driver),
+        variant("num-queues 1", Settings { queues: 1, ..driver }),
+        variant("num-queues 16", Settings { queues: 16, ..driver }),
+        variant("aio native", Settings { aio: "native", ..driver }),
+        variant("aio threads", Settings { aio: "threads", ..driver }),
+        variant("poll-max-ns 0", Settings { poll: Some(0), ..driver }),
+        variant("poll-max-ns 1000000", Settings { poll: Some(1_000_000), ..driver }),
+        variant("no throttle filter", Settings { throttle: Throttle::Absent, ..driver }),
+    ]
 }
-
-const DRIVER: Variant = Variant {
-    name: "as the driver does",
-    queues: 64,
-    aio: "io_uring",
-    poll: None,
-    throttle: Throttle::Present,
-};
-
-const VARIANTS: [Variant; 8] = [
-    DRIVER,
-    Variant { name: "num-queues 1", queues: 1, ..DRIVER },
-    Variant { name: "num-queues 16", queues: 16, ..DRIVER },
-    Variant { name: "aio native", aio: "native", ..DRIVER },
-    Variant { name: "aio threads", aio: "threads", ..DRIVER },
-    Variant { name: "poll-max-ns 0", poll: Some(0), ..DRIVER },
-    Variant { name: "poll-max-ns 1000000", poll: Some(1_000_000), ..DRIVER },
-    Variant { name: "no throttle filter", throttle: Throttle::Absent, ..DRIVER },
-];
 
 /// A daemon with one variant, and its client.
 struct Candidate {
@@ -103,24 +89,18 @@ fn loads(plan: &Plan) -> [Load; 4] {
         span: plan.span,
         time: plan.time / 2,
     };
-    [
-        load(Direction::Read, 1),
-        load(Direction::Read, 32),
-        load(Direction::Write, 1),
-        load(Direction::Write, 32),
-    ]
+    let durable = Direction::Write(Durability::AtEnd);
+    [load(Direction::Read, 1), load(Direction::Read, 32), load(durable, 1), load(durable, 32)]
 }
 
 fn candidates(image: &Path, sockets: &Path) -> anyhow::Result<Vec<Candidate>> {
     let mut daemons = Vec::new();
-    for (number, variant) in VARIANTS.into_iter().enumerate() {
+    for (number, variant) in variants().into_iter().enumerate() {
         let dir = sockets.join(format!("variant-{number}"));
         std::fs::create_dir_all(&dir)?;
         let mut daemon = Bare::start(&dir)?;
         let socket = dir.join("vhost.sock");
-        for (command, arguments) in graph(variant, image, &socket) {
-            daemon.execute(command, &arguments)?;
-        }
+        variant.settings.export(&mut daemon, image, &socket)?;
         daemons.push((variant, daemon, socket));
     }
     let sizes: Vec<u64> = daemons
@@ -134,39 +114,6 @@ fn candidates(image: &Path, sockets: &Path) -> anyhow::Result<Vec<Candidate>> {
             Ok(Candidate { variant, daemon, disk, idle, rates: vec![Vec::new()] })
         };
     daemons.into_iter().zip(sizes).map(connect).collect()
-}
-
-fn graph(variant: Variant, image: &Path, socket: &Path) -> Vec<(&'static str, Value)> {
-    let mut iothread = json!({ "qom-type": "iothread", "id": "io0" });
-    if let Some(poll) = variant.poll {
-        iothread["poll-max-ns"] = poll.into();
-    }
-    let file = json!({
-        "driver": "file", "filename": image, "aio": variant.aio, "discard": "unmap",
-        "cache": { "direct": true }, "locking": "off", // as all variants share the file
-    });
-    let layer = json!({
-        "driver": "raw", "node-name": "L0", "discard": "unmap", "cache": { "direct": true },
-        "file": file,
-    });
-    let mut commands = vec![("object-add", iothread), ("blockdev-add", layer)];
-    let mut top = "L0";
-    if variant.throttle == Throttle::Present {
-        top = "top";
-        let group = json!({ "qom-type": "throttle-group", "id": "tg", "limits": {} });
-        commands.push(("object-add", group));
-        let filter = json!({
-            "driver": "throttle", "node-name": top, "throttle-group": "tg", "file": "L0",
-        });
-        commands.push(("blockdev-add", filter));
-    }
-    let export = json!({
-        "type": "vhost-user-blk", "id": "vu", "node-name": top, "writable": true,
-        "writethrough": true, "iothread": "io0", "fixed-iothread": true,
-        "num-queues": variant.queues, "addr": { "type": "unix", "path": socket },
-    });
-    commands.push(("block-export-add", export));
-    commands
 }
 
 /// Each candidate once, with a client that sleeps, as most guests do.

@@ -1,7 +1,7 @@
 //! A vhost-user-blk client: what a virtual machine is to a storage daemon, with one queue.
 
 use crate::{
-    load::{Direction, Load},
+    load::{Direction, Durability, Load},
     shared::Shared,
 };
 use anyhow::{Context as _, ensure};
@@ -49,13 +49,16 @@ impl Disk {
     /// Connects to the socket at `path`, with `bytes` of memory for requests in flight.
     pub(crate) fn connect(path: &Path, bytes: usize) -> anyhow::Result<Self> {
         let features = VirtioFeatureFlags::VERSION_1 | VirtioFeatureFlags::RING_EVENT_IDX;
-        let features = features.bits() | VirtioBlkFeatureFlags::MQ.bits();
+        let of_disk = VirtioBlkFeatureFlags::MQ | VirtioBlkFeatureFlags::FLUSH;
+        let features = features.bits() | of_disk.bits();
         let text = path.to_str().context("a socket path that is not UTF-8")?;
         let vhost = VhostUser::new(text, features);
         let vhost = vhost.with_context(|| format!("connecting to {text}"))?;
         let mut transport: Box<VirtioBlkTransport> = Box::new(vhost);
         let mut queues = VirtioBlkQueue::setup_queues(&mut *transport, 1, QUEUE_SIZE)?;
         let queue = queues.pop().context("a disk without a queue")?;
+        let flush = VirtioBlkFeatureFlags::FLUSH.bits();
+        ensure!(transport.get_features() & flush == flush, "{text} offers no flush");
         let memory = Shared::new(bytes)?;
         let address = memory.bytes.as_ptr().addr();
         transport.map_mem_region(address, bytes, memory.file.as_raw_fd(), 0)?;
@@ -74,29 +77,32 @@ impl Disk {
         self.capacity
     }
 
-    /// Keeps `load` up for its time; requests a second.
+    /// Keeps `load` up for its time; requests a second, flushes not counted.
     pub(crate) fn run(&mut self, load: &Load, wait: Wait) -> anyhow::Result<f64> {
         self.queue.set_used_notif_enabled(wait == Wait::Eventfd);
-        let mut next = 0;
-        let mut ended = Vec::with_capacity(usize::from(load.depth));
+        let mut slots: Vec<_> = (0..load.depth).map(|slot| Slot::new(load, slot)).collect();
+        let (mut next, mut done) = (0, 0_u64);
+        let mut ended: Vec<u16> = (0..load.depth).collect();
         let begin = Instant::now();
-        for slot in 0..load.depth {
-            self.submit(load, slot, load.offset(next))?;
-            next += 1;
-        }
-        self.notify()?;
         let mut elapsed = Duration::ZERO;
         while elapsed < load.time {
-            self.await_ends(wait, &mut ended)?;
-            for slot in ended.drain(..) {
-                self.submit(load, slot, load.offset(next))?;
-                next += 1;
+            for number in ended.drain(..) {
+                match slots[usize::from(number)].turn(load) {
+                    Turn::Flush => self.queue.flush(number)?,
+                    Turn::Request => {
+                        self.submit(load, number, load.offset(next))?;
+                        next += 1;
+                    }
+                }
             }
             self.notify()?;
+            self.await_ends(wait, &mut ended)?;
+            let requests = ended.iter().filter(|number| !slots[usize::from(**number)].flushes());
+            done += u64::try_from(requests.count())?;
             elapsed = begin.elapsed();
         }
-        let done = next - u64::from(load.depth);
-        self.drain(wait, load.depth)?;
+        let under_way = load.depth.saturating_sub(u16::try_from(ended.len())?);
+        self.drain(wait, under_way)?;
         Ok(crate::stats::float(done) / elapsed.as_secs_f64())
     }
 
@@ -139,7 +145,7 @@ impl Disk {
         let range = place(slot, load.block)?;
         match load.direction {
             Direction::Read => self.queue.read(offset, &mut self.memory.bytes[range], slot)?,
-            Direction::Write => self.queue.write(offset, &self.memory.bytes[range], slot)?,
+            Direction::Write(_) => self.queue.write(offset, &self.memory.bytes[range], slot)?,
         }
         Ok(())
     }
@@ -194,8 +200,77 @@ impl Disk {
     }
 }
 
+/// One place in the queue: a process of a guest, with one request in flight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Slot {
+    /// Writes since the last flush.
+    written: u64,
+    now: Turn,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Turn {
+    Request,
+    Flush,
+}
+
+impl Slot {
+    /// Their flushes are spread evenly from the start on.
+    fn new(load: &Load, number: u16) -> Self {
+        let written = match load.direction {
+            Direction::Write(Durability::AfterFlush { writes }) => {
+                u64::from(number) * writes / u64::from(load.depth)
+            }
+            Direction::Write(Durability::AtEnd | Durability::AtLast) | Direction::Read => 0,
+        };
+        Self { written, now: Turn::Request }
+    }
+
+    /// What it does next; what it did before has ended.
+    fn turn(&mut self, load: &Load) -> Turn {
+        let flush_after = match load.direction {
+            Direction::Write(Durability::AfterFlush { writes }) => Some(writes),
+            Direction::Write(Durability::AtEnd | Durability::AtLast) | Direction::Read => None,
+        };
+        (self.written, self.now) = match flush_after {
+            Some(writes) if self.written >= writes => (0, Turn::Flush),
+            Some(_) | None => (self.written + 1, Turn::Request),
+        };
+        self.now
+    }
+
+    fn flushes(self) -> bool {
+        self.now == Turn::Flush
+    }
+}
+
 fn place(slot: u16, block: u32) -> anyhow::Result<Range<usize>> {
     let block = usize::try_from(block)?;
     let start = usize::from(slot) * block;
     Ok(start..start + block)
+}
+
+#[cfg(test)]
+mod test {
+    use super::*;
+    use crate::load::Order;
+
+    fn turns(durability: Durability, number: u16, count: usize) -> Vec<Turn> {
+        let direction = Direction::Write(durability);
+        let (order, time) = (Order::Random, Duration::ZERO);
+        let load = Load { order, direction, block: 4096, depth: 4, span: 1 << 20, time };
+        let mut slot = Slot::new(&load, number);
+        (0..count).map(|_| slot.turn(&load)).collect()
+    }
+
+    #[test]
+    fn a_slot_flushes_after_so_many_writes() {
+        use Turn::{Flush, Request};
+        let each = Durability::AfterFlush { writes: 1 };
+        assert_eq!(turns(each, 0, 4), [Request, Flush, Request, Flush]);
+        let pairs = Durability::AfterFlush { writes: 2 };
+        assert_eq!(turns(pairs, 0, 4), [Request, Request, Flush, Request]);
+        assert_eq!(turns(pairs, 3, 4), [Request, Flush, Request, Request]);
+        assert_eq!(turns(Durability::AtLast, 3, 3), [Request; 3]);
+    }
 }
