@@ -1,8 +1,8 @@
 //! `qsd-csi-bench`: what qsd-csi costs, each figure beside a reference taken in the same run.
 //!
 //! ```text
-//! make bench                                       all parts, some 10 minutes on 2 cores
-//! target/release/qsd-csi-bench --only data         one part: control, memory or data
+//! make bench                                       all parts, some 12 minutes on 2 cores
+//! target/release/qsd-csi-bench --only data         one part: control, memory, data or relay
 //! target/release/qsd-csi-bench --quick             seconds: shows that it works, not how fast
 //! target/release/qsd-csi-bench --only tune         settings of bare daemons against each other
 //! ```
@@ -19,6 +19,7 @@
 //! | memory | memory of daemons, driver, supervisor and relay, as proportional set size (PSS) | KiB | bare daemons that serve nothing |
 //! | data | requests a second through the published socket | IOPS | fio on a file of the same file system |
 //! | data | durable writes with `cache: auto` | IOPS | `cache: writethrough` |
+//! | relay | requests a second through the relay | IOPS | the same daemon without one |
 //! | tune | requests a second of bare daemons with other settings | IOPS | fio, likewise |
 //!
 //! Figures depend on the machine; ratios to a reference less so. Goals are judged, and nothing
@@ -37,6 +38,7 @@ mod memory;
 mod plot;
 mod process;
 mod qsd;
+mod relay;
 mod relayed;
 mod report;
 mod restart;
@@ -82,6 +84,8 @@ enum Part {
     Memory,
     /// Requests a second through a published socket
     Data,
+    /// What the relay costs a request
+    Relay,
     /// Settings of bare daemons against each other; not part of a whole run
     Tune,
 }
@@ -102,6 +106,8 @@ struct Plan {
     goal_rounds: usize,
     /// How long one side of a pair runs.
     time: Duration,
+    /// Rounds with and without a relay.
+    pairs: usize,
 }
 
 impl Plan {
@@ -115,6 +121,7 @@ impl Plan {
                 rounds: 1,
                 goal_rounds: 1,
                 time: Duration::from_millis(200),
+                pairs: 1,
             }
         } else {
             Self {
@@ -125,6 +132,7 @@ impl Plan {
                 rounds: 3,
                 goal_rounds: 7,
                 time: Duration::from_secs(2),
+                pairs: 30,
             }
         }
     }
@@ -182,6 +190,9 @@ async fn run(args: Args) -> anyhow::Result<()> {
     }
     if wanted(Part::Data) {
         data::measure(&plan, &mut report).await?;
+    }
+    if wanted(Part::Relay) {
+        relay::measure(&plan, &mut report).await?;
     }
     if wanted(Part::Tune) {
         tune::measure(&plan, &mut report).await?;

@@ -25,12 +25,26 @@ pub(crate) struct Bare {
 impl Bare {
     /// Starts a daemon and shakes hands with it as the driver does; its socket lies in `dir`.
     pub(crate) fn start(dir: &Path) -> anyhow::Result<Self> {
+        let mut command = Command::new(PROGRAM);
+        command.process_group(0);
+        Self::run(command, dir)
+    }
+
+    /// The same in a session of its own, as the driver's daemons are in another than this program.
+    /// Linux shares processor time out between sessions (`sched_autogroup_enabled`), so a client
+    /// and a daemon in one session are at an advantage where the machine is busy.
+    pub(crate) fn start_apart(dir: &Path) -> anyhow::Result<Self> {
+        let mut command = Command::new("setsid");
+        command.arg(PROGRAM);
+        Self::run(command, dir)
+    }
+
+    fn run(mut command: Command, dir: &Path) -> anyhow::Result<Self> {
         let socket = dir.join("bare.sock");
         let chardev = format!("socket,id=qmp,path={},server=on,wait=off", socket.display());
-        let mut process = Command::new(PROGRAM)
+        let mut process = command
             .args(["--chardev", &chardev, "--monitor", "chardev=qmp"])
             .stdin(Stdio::null())
-            .process_group(0)
             .spawn()
             .context(PROGRAM)?;
         match connect(&socket) {
