@@ -1,6 +1,6 @@
 //! Volumes that are there: created, staged, published, and idle.
 
-use crate::{driver::Driver, graph::Cache, say::say};
+use crate::{driver::Driver, graph::Cache, say::say, scratch::Paths};
 
 /// Bytes of a volume. Nothing is written to it, so it takes no space.
 pub(crate) const SIZE: u64 = 64 << 20;
@@ -21,6 +21,11 @@ impl Fleet {
             self.0.push(volume);
         }
         Ok(())
+    }
+
+    /// Where they are staged and published.
+    pub(crate) fn paths(&self, driver: &Driver) -> anyhow::Result<Vec<Paths>> {
+        self.0.iter().map(|volume| driver.scratch.paths(volume)).collect()
     }
 
     /// Takes all of them away.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! make bench                                       all parts, some 12 minutes on 2 cores
-//! target/release/qsd-csi-bench --only data         one part: control, memory, data or relay
+//! target/release/qsd-csi-bench --only data         one part: control, memory, data, relay or crowd
 //! target/release/qsd-csi-bench --quick             seconds: shows that it works, not how fast
 //! target/release/qsd-csi-bench --only tune         settings of bare daemons against each other
 //! ```
@@ -20,6 +20,7 @@
 //! | data | requests a second through the published socket | IOPS | fio on a file of the same file system |
 //! | data | durable writes with `cache: auto` | IOPS | `cache: writethrough` |
 //! | relay | requests a second through the relay | IOPS | the same daemon without one |
+//! | crowd | memory, processor time and recovery with 200 clients | KiB, %, ms | the same with one |
 //! | tune | requests a second of bare daemons with other settings | IOPS | fio, likewise |
 //!
 //! Figures depend on the machine; ratios to a reference less so. Goals are judged, and nothing
@@ -27,6 +28,7 @@
 
 mod client;
 mod control;
+mod crowd;
 mod data;
 mod driver;
 mod fio;
@@ -54,6 +56,7 @@ use clap::{Parser, ValueEnum};
 use driver::Driver;
 use fleet::Fleet;
 use report::Report;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use say::say;
 use std::{io::Write as _, path::PathBuf, process::ExitCode, time::Duration};
 use tokio::{
@@ -86,6 +89,8 @@ enum Part {
     Data,
     /// What the relay costs a request
     Relay,
+    /// What the relay takes with many volumes, and how long its end is felt
+    Crowd,
     /// Settings of bare daemons against each other; not part of a whole run
     Tune,
 }
@@ -108,6 +113,10 @@ struct Plan {
     time: Duration,
     /// Rounds with and without a relay.
     pairs: usize,
+    /// Volumes on one relay.
+    crowd: usize,
+    /// How long they are idle.
+    idle: Duration,
 }
 
 impl Plan {
@@ -122,6 +131,8 @@ impl Plan {
                 goal_rounds: 1,
                 time: Duration::from_millis(200),
                 pairs: 1,
+                crowd: 6,
+                idle: Duration::from_secs(1),
             }
         } else {
             Self {
@@ -133,6 +144,8 @@ impl Plan {
                 goal_rounds: 7,
                 time: Duration::from_secs(2),
                 pairs: 30,
+                crowd: 200,
+                idle: Duration::from_secs(10),
             }
         }
     }
@@ -174,6 +187,7 @@ async fn run(args: Args) -> anyhow::Result<()> {
     };
     std::fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
     _ = std::fs::remove_file(dir.join(driver::LOG)); // of an earlier run
+    take_all_files()?;
     let plan = Plan::new(args.quick);
     let wanted = |part: Part| match args.only.as_slice() {
         [] => part != Part::Tune,
@@ -193,6 +207,9 @@ async fn run(args: Args) -> anyhow::Result<()> {
     }
     if wanted(Part::Relay) {
         relay::measure(&plan, &mut report).await?;
+    }
+    if wanted(Part::Crowd) {
+        crowd::measure(&plan, &mut report).await?;
     }
     if wanted(Part::Tune) {
         tune::measure(&plan, &mut report).await?;
@@ -239,6 +256,12 @@ fn default_dir() -> anyhow::Result<PathBuf> {
     let program = std::env::current_exe().context("finding this program")?;
     let target = program.parent().and_then(|profile| profile.parent());
     Ok(target.context("this program lies in no target directory; say --report")?.join("bench"))
+}
+
+/// Each of many clients has a handful of files open.
+fn take_all_files() -> anyhow::Result<()> {
+    let most = getrlimit(Resource::Nofile).maximum;
+    Ok(setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most })?)
 }
 
 /// Runs what blocks where it holds up nobody.

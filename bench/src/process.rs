@@ -1,11 +1,15 @@
 //! Processes by their pid: their memory, their end.
 
 use anyhow::Context as _;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::{
+    param::clock_ticks_per_second,
+    process::{Pid, Signal, kill_process},
+};
 use std::{
     fs,
     os::unix::ffi::OsStrExt as _,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 /// The proportional set size of a process in KiB: its private pages, and its share of others.
@@ -58,6 +62,22 @@ fn all() -> Vec<i32> {
     entries.flatten().filter_map(|entry| pid_of(entry.path())).collect()
 }
 
+/// The processor time that a process has taken so far, to a hundredth of a second.
+pub(crate) fn cpu_time(pid: i32) -> anyhow::Result<Duration> {
+    let path = format!("/proc/{pid}/stat");
+    let text = fs::read_to_string(&path).with_context(|| path.clone())?;
+    let ticks = ticks_of(&text).with_context(|| format!("{path} tells no time"))?;
+    Ok(Duration::from_secs(ticks) / u32::try_from(clock_ticks_per_second())?)
+}
+
+/// In user and in system mode: fields 14 and 15; the second one may hold anything, in brackets.
+fn ticks_of(stat: &str) -> Option<u64> {
+    let (_, rest) = stat.rsplit_once(") ")?;
+    let mut fields = rest.split(' ').skip(11);
+    let mut next = || fields.next()?.parse::<u64>().ok();
+    Some(next()? + next()?)
+}
+
 #[cfg(test)]
 mod test {
     use super::*;
@@ -68,6 +88,13 @@ mod test {
                       Pss_Dirty: 1322 kB\n";
         assert_eq!(pss_of(rollup), Some(1408));
         assert_eq!(pss_of("Rss: 1 kB\n"), None);
+    }
+
+    #[test]
+    fn processor_time_is_read_behind_a_name_that_looks_like_fields() {
+        let stat = "7 (a) b (c) S 1 7 7 0 -1 4194560 120 0 0 0 15 27 0 0 20 0 3 0 99 1000 2";
+        assert_eq!(ticks_of(stat), Some(42));
+        assert_eq!(ticks_of("7 (a) S 1"), None);
     }
 
     #[test]

@@ -1,8 +1,11 @@
-//! The relay of the driver under test: its two processes.
+//! The relay of the driver under test: its two processes, and what it says of the volumes.
 
 use crate::{process, scratch::Scratch};
 use anyhow::Context as _;
-use qsd_csi::{relay::Client, run::RunDir};
+use qsd_csi::{
+    relay::{Client, Relayed, Status},
+    run::RunDir,
+};
 use std::path::PathBuf;
 
 /// Reaches the relay, whichever processes it consists of by now.
@@ -32,4 +35,15 @@ impl Relay {
         let keeper = process::reading_below(&self.dir).first().copied();
         Ok(Pids { keeper: keeper.context("there is no keeper")?, worker })
     }
+
+    /// Whether a worker other than `before` serves `count` volumes, from a VM to a daemon.
+    pub(crate) async fn serves(&self, count: usize, before: Option<Pids>) -> bool {
+        let Some(Status { pid, volumes, .. }) = self.client.look().await else { return false };
+        let is_other = before.is_none_or(|before| i32::try_from(pid) != Ok(before.worker));
+        is_other && volumes.iter().filter(|volume| is_served(volume)).count() == count
+    }
+}
+
+fn is_served(volume: &Relayed) -> bool {
+    volume.front_end.as_ref().is_some_and(|front| front.trouble.is_empty() && !front.paused)
 }

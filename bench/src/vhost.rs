@@ -42,7 +42,7 @@ pub(crate) struct Disk {
     memory: Shared,
     capacity: u64,
     /// Last, as the queue lies in memory that it owns.
-    _transport: Box<VirtioBlkTransport>,
+    transport: Box<VirtioBlkTransport>,
 }
 
 impl Disk {
@@ -68,13 +68,18 @@ impl Disk {
             signal: transport.get_completion_fd(0),
             memory,
             capacity: transport.get_config()?.capacity.to_native() * 512,
-            _transport: transport,
+            transport,
         })
     }
 
     /// Bytes of the disk.
     pub(crate) fn capacity(&self) -> u64 {
         self.capacity
+    }
+
+    /// Whether the other side of the socket still answers.
+    pub(crate) fn is_answered(&self) -> bool {
+        self.transport.get_config().is_ok()
     }
 
     /// Keeps `load` up for its time; requests a second, flushes not counted.
