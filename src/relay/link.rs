@@ -39,7 +39,7 @@ const USUAL: Duration = Duration::from_millis(500);
 
 /// A back-end that served this long is followed by another at once, one that did not more and more
 /// patiently.
-const STEADY: Duration = Duration::from_secs(1);
+const STEADY: Duration = Duration::from_millis(50);
 
 /// The connection to the daemon.
 #[derive(Debug)]
