@@ -111,6 +111,7 @@ impl Session {
             return Err("it can only move from a daemon that serves and notes requests".to_owned());
         }
         let next = self.connect(place, path).map_err(text)?;
+        self.begin_exchange(place);
         let begin = Instant::now();
         let was_parked = self.link.is_parked();
         self.pause(place)?;

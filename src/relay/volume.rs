@@ -319,9 +319,18 @@ impl Served {
     fn obey(&mut self) {
         while let Ok(order) = self.orders.try_recv() {
             match order {
-                Order::Pause(most, reply) => _ = reply.send(self.pause(most)),
-                Order::Resume(reply) => _ = reply.send(self.resume()),
-                Order::Switch(path, reply) => _ = reply.send(self.switch(&path)),
+                Order::Pause(most, reply) => {
+                    let outcome = self.pause(most);
+                    self.answer(&reply, outcome);
+                }
+                Order::Resume(reply) => {
+                    let outcome = self.resume();
+                    self.answer(&reply, outcome);
+                }
+                Order::Switch(path, reply) => {
+                    let outcome = self.switch(&path);
+                    self.answer(&reply, outcome);
+                }
                 Order::Attach(attach) => {
                     self.attach = *attach;
                     if self.session.is_none() {
@@ -334,6 +343,12 @@ impl Served {
             warn!(volume = self.place.name, "held back too long; letting requests flow");
             self.resume();
         }
+    }
+
+    /// Who has the outcome of an order also finds it in the list.
+    fn answer<T>(&mut self, reply: &mpsc::Sender<T>, outcome: T) {
+        self.tell();
+        _ = reply.send(outcome); // whoever asked may not wait any more
     }
 
     fn pause(&mut self, most: Duration) -> Result<(), String> {
