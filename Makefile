@@ -20,7 +20,7 @@ test:
 	@scripts/setup build vm sanity
 	cargo test --workspace --locked
 
-# The loss hunts at length: everything that serves a VM is killed again and again under load. Half an hour.
+# The loss hunts at length: everything that serves a VM is killed again and again under load. Ten minutes.
 ROUNDS ?= 200
 hunt:
 	@scripts/setup build vm
