@@ -82,8 +82,9 @@ fn start_tracing() {
     if io::stderr().is_terminal() { log.init() } else { log.json().flatten_event(true).init() }
 }
 
-/// Takes all the files we may have: a daemon costs the supervisor two, and the driver one, and the
-/// usual limit of 1024 would end at some hundred volumes.
+/// Takes all the files we may have: a daemon costs the supervisor two, and the driver one, a VM
+/// costs each process of the relay some dozen, and the usual limit of 1024 would end at some hundred
+/// volumes.
 fn raise_file_limit() {
     let limit = getrlimit(Resource::Nofile);
     _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });

@@ -63,6 +63,11 @@ impl Keep {
         self.lock().kept.0.clone()
     }
 
+    /// What was kept of one volume.
+    pub(super) fn things(&self, volume: &str) -> BTreeMap<String, Thing> {
+        self.lock().kept.0.get(volume).cloned().unwrap_or_default()
+    }
+
     /// Carries out a commit; an error if the front-end could not be answered.
     pub(super) fn commit(&self, commit: &Commit) -> Result<(), wire::Error> {
         let mut dropped = Dropped::new(); // beyond the lock

@@ -20,7 +20,7 @@ use rustix::{
         socket_with,
         sockopt::{Timeout, set_socket_timeout},
     },
-    process::{Resource, getrlimit, setrlimit, umask},
+    process::umask,
 };
 use std::{
     collections::BTreeMap,
@@ -74,7 +74,6 @@ struct Keeper {
 pub(super) fn run(run: RunDir) -> anyhow::Result<()> {
     _ = rustix::process::setsid();
     umask(Mode::from_raw_mode(0o117));
-    raise_descriptors();
     let path = run.relay().keeper_socket();
     let listener = listen_at(&path).with_context(|| path.display().to_string())?;
     info!(run_dir = %run.path().display(), "keeping");
@@ -106,15 +105,6 @@ fn closer() -> mpsc::Sender<Dropped> {
         warn!(%error, "a thread to close descriptors"); // the sender closes them
     }
     sender
-}
-
-/// A VM's memory and rings are some dozen descriptors, here and in the worker, which inherits this.
-fn raise_descriptors() {
-    let mut limit = getrlimit(Resource::Nofile);
-    limit.current = limit.maximum;
-    if let Err(error) = setrlimit(Resource::Nofile, limit) {
-        warn!(%error, "raising the number of descriptors");
-    }
 }
 
 fn listen_at(path: &Path) -> io::Result<OwnedFd> {

@@ -17,7 +17,7 @@ use super::{
     kept::{Commit, Thing},
     message::{CONFIG_CHANGE, Code, Message},
     place::Place,
-    session::{End, Session},
+    session::Session,
     wire,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -326,9 +326,8 @@ impl Session {
     pub(super) fn compare_config(&mut self, place: &Place) {
         let Some(known) = self.config.clone() else { return };
         let mut differs = false;
-        let question = Message { request: known.request, flags: known.flags, body: known.body };
         self.pass_on(place, |backend| {
-            differs = backend.ask(&question)?.0.body != question.body;
+            differs = backend.ask(&known)?.0.body != known.body;
             Ok(())
         });
         if differs {
@@ -411,10 +410,4 @@ pub(super) fn has_ended(socket: &OwnedFd) -> bool {
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     let ended = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
     poll(&mut fds, Some(&now)).is_ok() && fds[0].revents().intersects(ended)
-}
-
-impl From<End> for Lost {
-    fn from(end: End) -> Self {
-        Self::because(&end.to_string())
-    }
 }

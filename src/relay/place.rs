@@ -71,6 +71,12 @@ impl Counters {
     }
 }
 
+/// The process behind a socket; 0 where it is in a namespace we cannot see.
+pub(super) fn pid_of(socket: &OwnedFd) -> i32 {
+    let credentials = rustix::net::sockopt::socket_peercred(socket);
+    credentials.map_or(0, |one| one.pid.as_raw_nonzero().get())
+}
+
 impl Place {
     /// Carries out a commit; an error if the front-end could not be answered.
     pub(super) fn commit(&self, commit: &Commit) -> Result<(), wire::Error> {
@@ -103,8 +109,7 @@ impl Place {
         // As many as can wait at once: a crowd that never ends must not keep us from the first.
         for other in std::iter::from_fn(|| self.accept()).take(QUEUE).collect::<Vec<_>>() {
             self.counters.refused += 1;
-            let credentials = rustix::net::sockopt::socket_peercred(&other);
-            let pid = credentials.map_or(0, |one| one.pid.as_raw_nonzero().get());
+            let pid = pid_of(&other);
             if self.quiet.allows(&self.name) {
                 warn!(volume = self.name, pid, "a second front-end refused");
             }

@@ -120,7 +120,7 @@ impl Session {
             self.record(item, word.clone());
         }
         if item == Some(Item::Inflight) {
-            self.own_inflight = false;
+            self.front.note.own_inflight = false;
             self.map_inflight().map_err(backend::Error::Inflight)?;
             self.keep_front();
         }
@@ -195,7 +195,7 @@ impl Session {
         self.forget(Item::Ring(ring, RingItem::Kick));
         let base = Message::new(Code::SetVringBase, body.clone());
         self.record(Item::Ring(ring, RingItem::Base), Word { message: base, descriptors: vec![] });
-        if self.own_inflight && self.said.started().is_empty() {
+        if self.front.note.own_inflight && self.said.started().is_empty() {
             // What runs next has nothing to do with what ran before.
             self.forget(Item::Inflight);
             self.inflight = None;
@@ -215,12 +215,12 @@ impl Session {
                 inflight::create(queues, OWN_RING_SIZE).map_err(backend::Error::Inflight)?;
             let word = Word::new((Message::inflight_buffer(shape), vec![buffer]));
             self.record(Item::Inflight, word.clone());
-            self.own_inflight = true;
+            self.front.note.own_inflight = true;
             self.map_inflight().map_err(backend::Error::Inflight)?;
             self.keep_front();
             self.pass_on(place, |backend| backend.set("inflight buffer", &word));
         }
-        if self.own_inflight
+        if self.front.note.own_inflight
             && let Some(inflight) = &self.inflight
         {
             inflight.forget(ring); // it starts where the front-end says

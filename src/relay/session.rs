@@ -17,7 +17,7 @@ use super::{
     kept::{Commit, FRONT, Thing},
     link::{Link, Lost, has_ended},
     message::{Message, Refused, Request, protocol},
-    place::Place,
+    place::{Place, pid_of},
     said::{Item, Said, Word},
     wire::{self, Received},
 };
@@ -60,8 +60,6 @@ pub(super) enum End {
 pub(super) struct Session {
     pub(super) front: Front,
     pub(super) said: Said,
-    /// Whether the inflight buffer is the relay's own, not the front-end's.
-    pub(super) own_inflight: bool,
     pub(super) inflight: Option<Inflight>,
     /// The configuration space as the front-end was told last.
     pub(super) config: Option<Message>,
@@ -85,7 +83,8 @@ pub(super) struct FrontNote {
     pub(super) since: u64,
     /// The protocol features it took.
     pub(super) protocol: Option<u64>,
-    own_inflight: bool,
+    /// Whether the inflight buffer is the relay's own, not the front-end's.
+    pub(super) own_inflight: bool,
 }
 
 pub(super) const CONFIG: &str = "config";
@@ -94,14 +93,12 @@ const SAID: &str = "said ";
 impl Session {
     /// A session with a front-end that has just connected.
     pub(super) fn new(socket: OwnedFd, place: &Place) -> Self {
-        let credentials = rustix::net::sockopt::socket_peercred(&socket);
-        let pid = credentials.map_or(0, |one| one.pid.as_raw_nonzero().get());
+        let pid = pid_of(&socket);
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         let note = FrontNote { pid, since, protocol: None, own_inflight: false };
         let mut session = Self {
             front: Front { socket: Arc::new(socket), channel: None, note },
             said: Said::default(),
-            own_inflight: false,
             inflight: None,
             config: None,
             link: Link::begin(),
@@ -124,7 +121,6 @@ impl Session {
         }
         let config = things.get(CONFIG);
         let mut session = Self {
-            own_inflight: note.own_inflight,
             front: Front {
                 socket: front.descriptors.first()?.clone(),
                 channel: front.descriptors.get(1).cloned(),
@@ -151,10 +147,7 @@ impl Session {
             warn!(volume = place.name, "what is left of a session is of no use");
             thing.descriptors.iter().for_each(|socket| super::link::hang_up(socket));
         }
-        let commit = Commit { forget: everything(), ..Commit::of(&place.name) };
-        if let Err(error) = place.commit(&commit) {
-            warn!(volume = place.name, %error, "forgetting a session");
-        }
+        forget_all(place);
     }
 
     /// Serves the next request, if it is there whole.
@@ -283,7 +276,6 @@ impl Session {
     }
 
     pub(super) fn keep_front(&mut self) {
-        self.front.note.own_inflight = self.own_inflight;
         let bytes = serde_json::to_vec(&self.front.note).expect("a note is plain data");
         let descriptors = [Some(self.front.socket.clone()), self.front.channel.clone()];
         let descriptors = descriptors.into_iter().flatten().collect();
@@ -301,10 +293,15 @@ impl Session {
         }
         super::link::hang_up(&self.front.socket);
         self.link.close();
-        let commit = Commit { forget: everything(), ..Commit::of(&place.name) };
-        if let Err(error) = place.commit(&commit) {
-            warn!(volume = place.name, %error, "forgetting a front-end");
-        }
+        forget_all(place);
+    }
+}
+
+/// Forgets all that is kept of a session.
+fn forget_all(place: &Place) {
+    let commit = Commit { forget: everything(), ..Commit::of(&place.name) };
+    if let Err(error) = place.commit(&commit) {
+        warn!(volume = place.name, %error, "forgetting a session");
     }
 }
 

@@ -231,10 +231,8 @@ impl Worker {
             volume.order(Order::Attach(Box::new(attach)));
             return Ok(());
         }
-        let mut things = self.keep.volumes().remove(key.as_str()).unwrap_or_default();
-        if volumes.remove(&key).is_some() {
-            things = self.keep.volumes().remove(key.as_str()).unwrap_or_default();
-        }
+        drop(volumes.remove(&key)); // first: it forgets what it has of its session
+        let things = self.keep.things(key.as_str());
         let volume = Volume::serve(&self.run, &self.keep, attach, &things);
         volumes.insert(key, volume.map_err(|error| text(&error))?);
         Ok(())
