@@ -134,8 +134,6 @@ impl Node {
             return dir.remove().map_err(Error::run(dir.path()));
         };
         let id = attachment.volume.clone();
-        let serving = self.serving(&id);
-        let running = running.get(&serving).copied();
         match attachment.phase {
             Phase::Staging | Phase::Unstaging => {
                 info!(volume = %id, phase = ?attachment.phase, "clearing what broke off");
@@ -150,10 +148,11 @@ impl Node {
     }
 
     /// Lets a daemon of nobody flush and end, and clears what is left.
-    async fn end(&self, id: &VolumeId, running: Option<i32>) -> Result<(), Error> {
-        if let Some(pid) = running
-            && let Ok(launch) = self.launch(id, self.slot(id))
-            && let Ok(daemon) = launch.adopt(pid).await
+    async fn end(&self, id: &VolumeId, running: &HashMap<DaemonKey, i32>) -> Result<(), Error> {
+        let serving = self.serving(id);
+        if let Some(pid) = running.get(&serving)
+            && let Ok(launch) = self.launch(id, serving.slot)
+            && let Ok(daemon) = launch.adopt(*pid).await
         {
             self.relay_no_more(id).await?;
             daemon.stop(&self.supervisor).await?;
@@ -162,14 +161,15 @@ impl Node {
     }
 
     /// Takes over the daemon of an attachment, or starts it again.
-    async fn take_over(&self, id: &VolumeId, running: Option<i32>) {
-        let Some(pid) = running else {
+    async fn take_over(&self, id: &VolumeId, running: &HashMap<DaemonKey, i32>) {
+        let serving = self.serving(id);
+        let Some(&pid) = running.get(&serving) else {
             warn!(volume = %id, "its daemon is gone");
             return self.start_revival(id.clone()).await;
         };
         let adopted = async {
-            self.end_other(&self.serving(id)).await?;
-            let daemon = self.launch(id, self.slot(id))?.adopt(pid).await;
+            self.end_other(&serving, running).await?;
+            let daemon = self.launch(id, serving.slot)?.adopt(pid).await;
             let daemon = daemon.map_err(Error::daemon(id))?;
             self.relay_to(id, &daemon).await?;
             Ok::<_, Error>(daemon)

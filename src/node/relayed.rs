@@ -55,9 +55,13 @@ impl Node {
     /// Ends the daemon in the other place of the volume: what a move broke off with.
     ///
     /// The relay is not connected to it, so nothing is in flight there.
-    pub(super) async fn end_other(&self, serving: &DaemonKey) -> Result<(), Error> {
+    pub(super) async fn end_other(
+        &self,
+        serving: &DaemonKey,
+        running: &HashMap<DaemonKey, i32>,
+    ) -> Result<(), Error> {
         let other = DaemonKey { slot: serving.slot.other(), ..serving.clone() };
-        if self.running().await?.contains_key(&other) {
+        if running.contains_key(&other) {
             info!(key = %other, "ending a daemon that serves nobody");
             self.supervisor.kill(&other).await?;
         }

@@ -186,9 +186,10 @@ impl Node {
 
     async fn try_restart(&self, id: &VolumeId) -> Result<(Daemon, Outcome), Error> {
         let key = self.serving(id);
-        self.end_other(&key).await?;
+        let running = self.running().await?;
+        self.end_other(&key, &running).await?;
         let launch = self.launch(id, key.slot)?;
-        if let Some(pid) = self.running().await?.get(&key) {
+        if let Some(pid) = running.get(&key) {
             let published = self.find(id).is_some_and(|one| !one.attachment.targets.is_empty());
             match launch.adopt(*pid).await {
                 Ok(daemon) => {

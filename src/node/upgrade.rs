@@ -55,7 +55,7 @@ impl Node {
             let (outcome, stopped) = (Outcome::AlreadySo, Duration::ZERO);
             return Ok(Upgrade { outcome, daemon: old, stopped });
         }
-        self.end_other(&serving).await?;
+        self.end_other(&serving, &self.running().await?).await?;
         let launch = Launch { beside: Some(serving), ..launch };
         let daemon = launch.start(&self.supervisor).await.map_err(Error::daemon(id))?;
         crash::point("node-upgrade-beside");
@@ -80,7 +80,8 @@ impl Node {
         if serving == *next {
             warn!(volume = %id, "it moved all the same");
         }
-        if let Err(error) = self.end_other(&serving).await {
+        let ended = async { self.end_other(&serving, &self.running().await?).await };
+        if let Err(error) = ended.await {
             warn!(volume = %id, error = %Chain(&error), "ending the daemon it did not move to");
         }
         Error::Relay { volume: id.clone(), source }
