@@ -32,6 +32,7 @@ pub mod csi;
 pub mod metrics;
 pub mod node;
 pub mod pool;
+pub mod qcow2;
 pub mod qsd;
 pub mod relay;
 pub mod run;

@@ -1,0 +1,181 @@
+//! Makes empty images, as overlays are: 4 KiB subclusters, 16-bit refcounts, no backing file in the
+//! header. What stands below an image is said by records alone.
+
+use super::{EXTENDED_L2, MAGIC, field};
+use crate::units::Bytes;
+use std::{fs::File, io, os::unix::fs::FileExt as _};
+
+/// Clusters of 128 KiB, which the extended L2 entries divide into 32 subclusters of 4 KiB.
+const CLUSTER_BITS: u32 = 17;
+const CLUSTER: u64 = 1 << CLUSTER_BITS;
+
+/// What one entry of the L1 table stands for: a cluster of L2 entries of 16 bytes, 1 GiB.
+const L1_REACH: u64 = CLUSTER / 16 * CLUSTER;
+
+/// The longest L1 table that QEMU opens is 32 MiB, 8 bytes an entry.
+const MOST_L1_ENTRIES: u64 = (32 << 20) / 8;
+
+/// Refcounts of 16 bits.
+const REFCOUNT_ORDER: u32 = 4;
+
+/// QEMU's own: up to the compression type, which is left at 0, and padded.
+const HEADER_LENGTH: usize = 112;
+
+/// Where the parts lie, in clusters.
+const REFCOUNT_TABLE: u64 = 1;
+const REFCOUNT_BLOCK: u64 = 2;
+const L1_TABLE: u64 = 3;
+
+/// Header extension: names for features, shown by programs that do not know them.
+const FEATURE_NAMES: u32 = 0x6803_f857;
+const FEATURE_NAME_LENGTH: usize = 46;
+
+/// Writes an empty image of `size`, a multiple of 512, into a new and empty file.
+///
+/// The header is written last, so what a crash leaves is an image or none. The caller syncs.
+pub fn create(file: &File, size: Bytes) -> io::Result<()> {
+    let l1_entries = l1_entries(size)?;
+    if file.metadata()?.len() != 0 {
+        let text = "an image is created in an empty file, and this one is not";
+        return Err(io::Error::new(io::ErrorKind::AlreadyExists, text));
+    }
+    let clusters = L1_TABLE + (u64::from(l1_entries) * 8).div_ceil(CLUSTER);
+    // A hole reads as zeroes: an L1 table and refcounts without entries.
+    file.set_len(clusters * CLUSTER)?;
+    let references = (0..clusters).flat_map(|_| 1_u16.to_be_bytes()).collect::<Vec<_>>();
+    file.write_all_at(&references, REFCOUNT_BLOCK * CLUSTER)?;
+    let block = REFCOUNT_BLOCK * CLUSTER;
+    file.write_all_at(&block.to_be_bytes(), REFCOUNT_TABLE * CLUSTER)?;
+    file.write_all_at(&header(size, l1_entries), 0)
+}
+
+/// How many entries the L1 table of an image of `size` has.
+fn l1_entries(size: Bytes) -> io::Result<u32> {
+    let refuse = |text| Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+    if !size.count().is_multiple_of(512) {
+        return refuse(format!("size {} is no multiple of 512", size.count()));
+    }
+    // One at least, so that the table's cluster belongs to somebody.
+    let entries = size.count().div_ceil(L1_REACH).max(1);
+    match u32::try_from(entries) {
+        Ok(fitting) if entries <= MOST_L1_ENTRIES => Ok(fitting),
+        _ => refuse(format!(
+            "size {size} is beyond {}, the largest of an image with clusters of {}",
+            Bytes::new(MOST_L1_ENTRIES * L1_REACH),
+            Bytes::new(CLUSTER)
+        )),
+    }
+}
+
+/// The header and its extensions; fields that are not set here are rightly zero.
+fn header(size: Bytes, l1_entries: u32) -> Vec<u8> {
+    let mut header = vec![0; HEADER_LENGTH];
+    let mut set = |at: usize, value: &[u8]| header[at..at + value.len()].copy_from_slice(value);
+    set(0, &MAGIC);
+    set(field::VERSION, &3_u32.to_be_bytes());
+    set(field::CLUSTER_BITS, &CLUSTER_BITS.to_be_bytes());
+    set(field::SIZE, &size.count().to_be_bytes());
+    set(field::L1_ENTRIES, &l1_entries.to_be_bytes());
+    set(field::L1_TABLE, &(L1_TABLE * CLUSTER).to_be_bytes());
+    set(field::REFCOUNT_TABLE, &(REFCOUNT_TABLE * CLUSTER).to_be_bytes());
+    set(field::REFCOUNT_TABLE_CLUSTERS, &1_u32.to_be_bytes());
+    set(field::INCOMPATIBLE, &EXTENDED_L2.to_be_bytes());
+    set(field::REFCOUNT_ORDER, &REFCOUNT_ORDER.to_be_bytes());
+    let length = u32::try_from(HEADER_LENGTH).expect("a header is short");
+    set(field::HEADER_LENGTH, &length.to_be_bytes());
+    header.extend(feature_name(EXTENDED_L2, "extended L2 entries"));
+    header.extend([0; 8]); // the end of the extensions
+    header
+}
+
+/// The extension that names one incompatible feature.
+fn feature_name(feature: u64, name: &str) -> Vec<u8> {
+    let bit = u8::try_from(feature.trailing_zeros()).expect("a feature is a bit of 64");
+    let mut entry = vec![0, bit]; // type 0: incompatible
+    entry.extend(name.bytes());
+    entry.resize(2 + FEATURE_NAME_LENGTH, 0);
+    let length = u32::try_from(entry.len()).expect("an entry is short");
+    [&FEATURE_NAMES.to_be_bytes()[..], &length.to_be_bytes(), &entry].concat()
+}
+
+#[cfg(test)]
+mod test {
+    use super::*;
+    use std::{os::unix::fs::MetadataExt as _, path::Path, process::Command};
+
+    /// What a tool prints of an image; it must find nothing wrong.
+    fn run(tool: &str, arguments: &[&str], path: &Path) -> String {
+        let run = Command::new(tool).args(arguments).arg(path).output().unwrap();
+        let said = String::from_utf8_lossy(&run.stdout).into_owned();
+        assert!(run.status.success(), "{tool} {arguments:?} {}: {said} {run:?}", path.display());
+        said
+    }
+
+    fn created(dir: &tempfile::TempDir, size: Bytes) -> std::path::PathBuf {
+        let path = dir.path().join(format!("{}.qcow2", size.count()));
+        let file = File::create_new(&path).unwrap();
+        create(&file, size).unwrap();
+        path
+    }
+
+    #[test]
+    fn qemu_finds_nothing_wrong_with_an_image_of_any_size() {
+        let dir = tempfile::tempdir().unwrap();
+        let sizes = [0, 512, 1 << 20, (1 << 30) - 512, 1 << 30, (1 << 30) + 512];
+        let large = [1 << 40, 16 << 40, (16 << 40) + 512, 20 << 40, 1 << 52];
+        for size in sizes.into_iter().chain(large) {
+            let path = created(&dir, Bytes::new(size));
+            let said = run("qemu-img", &["check", "-f", "qcow2"], &path);
+            assert!(said.contains("No errors were found"), "{size}: {said}");
+            assert!(!said.to_lowercase().contains("leak"), "{size}: {said}");
+            let said = run("qemu-img", &["info", "--output=json", "-f", "qcow2"], &path);
+            let info: serde_json::Value = serde_json::from_str(&said).unwrap();
+            assert_eq!(info["virtual-size"], size, "{said}");
+            assert_eq!(info["cluster-size"], 128 << 10, "{said}");
+            let data = &info["format-specific"]["data"];
+            assert_eq!(data["extended-l2"], true, "{said}");
+            assert_eq!(data["lazy-refcounts"], false, "{said}");
+            assert_eq!(data["refcount-bits"], 16, "{said}");
+            assert_eq!(data["corrupt"], false, "{said}");
+            assert!(info.get("backing-filename").is_none(), "{said}");
+            assert!(path.metadata().unwrap().blocks() * 512 <= 64 << 10, "{size}: takes space");
+        }
+    }
+
+    #[test]
+    fn qemu_writes_to_both_ends_of_an_image_and_it_stays_sound() {
+        let dir = tempfile::tempdir().unwrap();
+        for size in [1_u64 << 20, 1 << 40, 20 << 40] {
+            let path = created(&dir, Bytes::new(size));
+            let last = format!("{}", size - 4096);
+            let (write, zero) = (format!("write -P 7 {last} 4k"), format!("write -z {last} 4k"));
+            let read = format!("read -P 7 {last} 4k");
+            let again = format!("read -P 0 {last} 4k");
+            for command in ["write -P 5 0 4k", &write, "read -P 5 0 4k", &read, &zero, &again] {
+                let said = run("qemu-io", &["-f", "qcow2", "-c", command], &path);
+                assert!(!said.contains("failed"), "{command}: {said}");
+            }
+            run("qemu-img", &["check", "-f", "qcow2"], &path);
+        }
+    }
+
+    #[test]
+    fn a_size_that_no_image_can_have_is_refused_by_value() {
+        let file = tempfile::tempfile().unwrap();
+        for (size, told) in [(513, "513"), ((1 << 52) + 512, "4Pi"), (u64::MAX - 511, "4Pi")] {
+            let error = create(&file, Bytes::new(size)).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
+            assert!(error.to_string().contains(told), "{error}");
+        }
+        assert_eq!(file.metadata().unwrap().len(), 0);
+    }
+
+    #[test]
+    fn a_file_that_holds_something_is_left_alone() {
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(b"all they have", 0).unwrap();
+        let error = create(&file, Bytes::gib(1)).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(file.metadata().unwrap().len(), 13);
+    }
+}
