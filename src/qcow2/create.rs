@@ -1,7 +1,7 @@
 //! Makes empty images, as overlays are: 4 KiB subclusters, 16-bit refcounts, no backing file in the
 //! header. What stands below an image is said by records alone.
 
-use super::{EXTENDED_L2, MAGIC, field};
+use super::{MAGIC, MOST_L1_ENTRIES, field, incompatible::EXTENDED_L2};
 use crate::units::Bytes;
 use std::{fs::File, io, os::unix::fs::FileExt as _};
 
@@ -11,9 +11,6 @@ const CLUSTER: u64 = 1 << CLUSTER_BITS;
 
 /// What one entry of the L1 table stands for: a cluster of L2 entries of 16 bytes, 1 GiB.
 const L1_REACH: u64 = CLUSTER / 16 * CLUSTER;
-
-/// The longest L1 table that QEMU opens is 32 MiB, 8 bytes an entry.
-const MOST_L1_ENTRIES: u64 = (32 << 20) / 8;
 
 /// Refcounts of 16 bits.
 const REFCOUNT_ORDER: u32 = 4;
@@ -100,62 +97,40 @@ fn feature_name(feature: u64, name: &str) -> Vec<u8> {
 
 #[cfg(test)]
 mod test {
-    use super::*;
-    use std::{os::unix::fs::MetadataExt as _, path::Path, process::Command};
-
-    /// What a tool prints of an image; it must find nothing wrong.
-    fn run(tool: &str, arguments: &[&str], path: &Path) -> String {
-        let run = Command::new(tool).args(arguments).arg(path).output().unwrap();
-        let said = String::from_utf8_lossy(&run.stdout).into_owned();
-        assert!(run.status.success(), "{tool} {arguments:?} {}: {said} {run:?}", path.display());
-        said
-    }
-
-    fn created(dir: &tempfile::TempDir, size: Bytes) -> std::path::PathBuf {
-        let path = dir.path().join(format!("{}.qcow2", size.count()));
-        let file = File::create_new(&path).unwrap();
-        create(&file, size).unwrap();
-        path
-    }
+    use super::{super::sample::Image, *};
+    use std::os::unix::fs::MetadataExt as _;
 
     #[test]
     fn qemu_finds_nothing_wrong_with_an_image_of_any_size() {
-        let dir = tempfile::tempdir().unwrap();
-        let sizes = [0, 512, 1 << 20, (1 << 30) - 512, 1 << 30, (1 << 30) + 512];
+        let small = [0, 512, 1 << 20, (1 << 30) - 512, 1 << 30, (1 << 30) + 512];
         let large = [1 << 40, 16 << 40, (16 << 40) + 512, 20 << 40, 1 << 52];
-        for size in sizes.into_iter().chain(large) {
-            let path = created(&dir, Bytes::new(size));
-            let said = run("qemu-img", &["check", "-f", "qcow2"], &path);
-            assert!(said.contains("No errors were found"), "{size}: {said}");
-            assert!(!said.to_lowercase().contains("leak"), "{size}: {said}");
-            let said = run("qemu-img", &["info", "--output=json", "-f", "qcow2"], &path);
-            let info: serde_json::Value = serde_json::from_str(&said).unwrap();
-            assert_eq!(info["virtual-size"], size, "{said}");
-            assert_eq!(info["cluster-size"], 128 << 10, "{said}");
+        for size in small.into_iter().chain(large) {
+            let image = Image::ours(Bytes::new(size));
+            image.check();
+            let info = image.info();
+            assert_eq!(info["virtual-size"], size, "{info}");
+            assert_eq!(info["cluster-size"], 128 << 10, "{info}");
+            assert!(info.get("backing-filename").is_none(), "{info}");
             let data = &info["format-specific"]["data"];
-            assert_eq!(data["extended-l2"], true, "{said}");
-            assert_eq!(data["lazy-refcounts"], false, "{said}");
-            assert_eq!(data["refcount-bits"], 16, "{said}");
-            assert_eq!(data["corrupt"], false, "{said}");
-            assert!(info.get("backing-filename").is_none(), "{said}");
-            assert!(path.metadata().unwrap().blocks() * 512 <= 64 << 10, "{size}: takes space");
+            assert_eq!(data["extended-l2"], true, "{info}");
+            assert_eq!(data["lazy-refcounts"], false, "{info}");
+            assert_eq!(data["refcount-bits"], 16, "{info}");
+            assert_eq!(data["corrupt"], false, "{info}");
+            let spent = image.path().metadata().unwrap().blocks() * 512;
+            assert!(spent <= 64 << 10, "an empty image of {size} takes {spent}");
         }
     }
 
     #[test]
     fn qemu_writes_to_both_ends_of_an_image_and_it_stays_sound() {
-        let dir = tempfile::tempdir().unwrap();
         for size in [1_u64 << 20, 1 << 40, 20 << 40] {
-            let path = created(&dir, Bytes::new(size));
-            let last = format!("{}", size - 4096);
-            let (write, zero) = (format!("write -P 7 {last} 4k"), format!("write -z {last} 4k"));
-            let read = format!("read -P 7 {last} 4k");
-            let again = format!("read -P 0 {last} 4k");
-            for command in ["write -P 5 0 4k", &write, "read -P 5 0 4k", &read, &zero, &again] {
-                let said = run("qemu-io", &["-f", "qcow2", "-c", command], &path);
-                assert!(!said.contains("failed"), "{command}: {said}");
-            }
-            run("qemu-img", &["check", "-f", "qcow2"], &path);
+            let image = Image::ours(Bytes::new(size));
+            let last = size - 4096;
+            let filled = ["write -P 5 0 4k".into(), format!("write -P 7 {last} 4k")];
+            let found = ["read -P 5 0 4k".into(), format!("read -P 7 {last} 4k")];
+            let zeroed = [format!("write -z {last} 4k"), format!("read -P 0 {last} 4k")];
+            image.io(&[&filled[..], &found, &zeroed].concat());
+            image.check();
         }
     }
 
