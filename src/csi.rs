@@ -16,7 +16,7 @@ pub use identity::Identity;
 pub use inspect::Inspect;
 pub use node::NodeService;
 
-use crate::volume::{Claim, InvalidName, Volume, VolumeId};
+use crate::volume::{Claim, Claimed, InvalidName, Volume, VolumeId};
 use std::sync::Arc;
 use tokio_util::task::TaskTracker;
 use tonic::Status;
@@ -52,19 +52,20 @@ impl Edge {
         Ok(self.node.volumes().find(&known(id)?)?)
     }
 
-    /// Claims the volume, so that nobody else works on it until `work` ends, and runs `work` to its
-    /// end even if the client hangs up.
-    async fn claimed<T, E, W>(
+    /// Claims the volume or snapshot, so that nobody else works on it until `work` ends, and runs
+    /// `work` to its end even if the client hangs up.
+    async fn claimed<Id, T, E, W>(
         &self,
-        volume: &VolumeId,
-        work: impl FnOnce(Arc<Claim>, crate::node::Node) -> W,
+        id: &Id,
+        work: impl FnOnce(Arc<Claim<Id>>, crate::node::Node) -> W,
     ) -> Result<T, Status>
     where
+        Id: Clone + Into<Claimed>,
         T: Send + 'static,
         E: Into<Status> + Send + 'static,
         W: Future<Output = Result<T, E>> + Send + 'static,
     {
-        let claim = Arc::new(self.node.claims().claim(volume)?);
+        let claim = Arc::new(self.node.claims().claim(id)?);
         let work = work(claim, self.node.clone()).in_current_span();
         let outcome = self.tasks.spawn(work).await;
         let outcome = outcome.map_err(|died| Status::internal(format!("a task died: {died}")))?;

@@ -225,8 +225,8 @@ impl Metrics {
             let gauges = [
                 (&self.pool_total, space.total),
                 (&self.pool_free, space.free),
-                (&self.pool_promised, own().map(crate::volume::Volume::size).sum::<Bytes>()),
-                (&self.pool_allocated, own().map(crate::volume::Volume::allocated).sum()),
+                (&self.pool_promised, own().map(|volume| volume.size()).sum::<Bytes>()),
+                (&self.pool_allocated, node.volumes().allocated(&pool)),
             ];
             for (family, bytes) in gauges {
                 family.get_or_create(&label).set(bytes.into());

@@ -9,15 +9,19 @@
 //!
 //! Owns the attachments in the run directory. Promises that the driver may die at any instant: a
 //! daemon goes on without it, and the next driver takes over what it finds (`recover`). A daemon
-//! that dies is started again on the same paths. Called by the gRPC edge; whatever changes an
+//! that dies is started again on the same paths. Layers are frozen, merged and removed also under a
+//! VM (`layers`, `tend`). Called by the gRPC edge; whatever changes an
 //! attachment takes the volume's `Claim`.
 
 mod attachment;
+mod change;
 mod host;
+mod layers;
 mod publish;
 mod recover;
 mod relayed;
 mod stage;
+mod tend;
 mod trial;
 mod upgrade;
 
@@ -29,13 +33,13 @@ pub use upgrade::{Upgrade, When};
 
 use crate::{
     chain::Chain,
-    qsd::{self, Daemon, Durability, Launch, Programs},
+    qsd::{self, Daemon, Durability, Launch, Programs, Reads},
     relay,
     run::{DaemonKey, RunDir, Slot, VolumeDir},
     store, supervisor,
     volume::{
-        self, AccessMode, Cache, Format, InFlight, NodeName, Outcome, RunKey, Volume, VolumeId,
-        Volumes,
+        self, AccessMode, Busy, Cache, CopyMode, Format, InFlight, LayerId, NodeName, Outcome,
+        ParameterError, RunKey, Volume, VolumeId, Volumes,
     },
 };
 use attachment::Attachment;
@@ -45,6 +49,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
+use tokio::sync::Notify;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use trial::Trials;
 
@@ -57,6 +62,12 @@ pub enum Error {
     /// A path of the request is the trouble.
     #[error(transparent)]
     Host(#[from] host::Error),
+    /// Somebody works on what the call needs besides the volume.
+    #[error(transparent)]
+    Busy(#[from] Busy),
+    /// A limit is the trouble.
+    #[error(transparent)]
+    Parameter(#[from] ParameterError),
     /// The volume is not staged, or not at the path the caller believes.
     #[error("staging_target_path: volume {volume} is not staged at {}", path.display())]
     NotStaged {
@@ -132,6 +143,14 @@ pub enum Error {
     Daemon {
         /// The volume.
         volume: VolumeId,
+        /// Why not.
+        source: qsd::Error,
+    },
+    /// The daemon for work on layers that nobody has open cannot be had.
+    #[error("storage daemon for layer {layer}")]
+    Workshop {
+        /// The layer.
+        layer: LayerId,
         /// Why not.
         source: qsd::Error,
     },
@@ -212,6 +231,7 @@ pub struct Node {
     trials: Arc<Trials>,
     claims: InFlight,
     attached: Arc<Mutex<HashMap<VolumeId, Attached>>>,
+    work: Arc<Notify>,
     tasks: TaskTracker,
     stop: CancellationToken,
 }
@@ -346,19 +366,30 @@ impl Node {
 
     fn launch(&self, id: &VolumeId, slot: Slot) -> Result<Launch, Error> {
         let volume = self.volumes.find(id)?;
-        let layers = volume.layers();
-        let durability = match (volume.parameters().cache(), layers.first().map(|one| one.format)) {
-            // Nothing of a raw layer is in the memory of the daemon (facts/qsd.md, D2).
-            (Cache::Auto, Some(Format::Raw)) | (Cache::Writeback, _) => Durability::OnFlush,
-            (Cache::Auto, None) | (Cache::Writethrough, _) => Durability::EachWrite,
+        let layers = volume.layers().to_vec();
+        let durability = self.durability(id, layers[0].format)?;
+        let reads = match volume.parameters().copy_mode() {
+            CopyMode::CopyOnRead => Reads::Copy,
+            CopyMode::None | CopyMode::CopyOnWrite | CopyMode::Clone => Reads::Pass,
         };
         Ok(Launch {
             key: DaemonKey { volume: id.run_key(), slot },
             program: self.config.qsd.newest(),
             dir: self.dir(id).daemon(slot),
             layers,
+            reads,
+            throttle: volume.throttle().clone(),
             durability,
             beside: None,
+        })
+    }
+
+    /// When writes of a volume are acknowledged whose active layer is of this format.
+    fn durability(&self, id: &VolumeId, active: Format) -> Result<Durability, Error> {
+        Ok(match (self.volumes.find(id)?.parameters().cache(), active) {
+            // Nothing of a raw layer is in the memory of the daemon (facts/qsd.md, D2).
+            (Cache::Auto, Format::Raw) | (Cache::Writeback, _) => Durability::OnFlush,
+            (Cache::Auto, Format::Qcow2) | (Cache::Writethrough, _) => Durability::EachWrite,
         })
     }
 
@@ -426,6 +457,11 @@ impl Attached {
 }
 
 impl Error {
+    /// Whether a daemon serves the volume, but not as the records have it by now.
+    fn is_outdated(&self) -> bool {
+        matches!(self, Self::Daemon { source: qsd::Error::Outdated { .. }, .. })
+    }
+
     fn run(path: &Path) -> impl FnOnce(io::Error) -> Self + use<> {
         let path = path.to_owned();
         move |source| Self::Run { path, source }

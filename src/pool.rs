@@ -6,23 +6,28 @@
 //!
 //! ```text
 //! POOL/pool.json                    format version, pool id
-//! POOL/layers/<uuid>.raw            data
-//! POOL/records/layers/<uuid>.json   parent, format, virtual size
-//! POOL/records/volumes/<id>.json    phase, active layer, size, parameters, access modes
-//! POOL/records/deleting/<id>.json   the same, once its end is decided
+//! POOL/layers/<uuid>.raw .qcow2             data
+//! POOL/records/layers/<uuid>.json           parent, format, virtual size
+//! POOL/records/volumes/<id>.json            phase, active layer, size, parameters, access modes
+//! POOL/records/snapshots/<id>.json          layer, source volume, size, time
+//! POOL/records/deleting/<id>.json           a volume, once its end is decided
+//! POOL/records/deleting-snapshots/<id>.json a snapshot, once its end is decided
+//! POOL/records/deleting-layers/<uuid>.json  a layer, once its end is decided
 //! ```
 
 use crate::{
+    qcow2,
     store::{self, Version},
     units::Bytes,
-    volume::{Format, LayerId, PoolName, VolumeId},
+    volume::{Format, LayerId, PoolName},
 };
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use std::{
+    fmt,
     fs::{self, File, OpenOptions},
     io,
-    os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _},
+    os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
 };
 
@@ -96,9 +101,45 @@ struct Identity {
 }
 
 const LAYERS: &str = "layers";
-const LAYER_RECORDS: &str = "records/layers";
-const VOLUME_RECORDS: &str = "records/volumes";
-const DELETING: &str = "records/deleting";
+
+/// The kinds of records, each with a directory of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Volumes.
+    Volume,
+    /// Snapshots.
+    Snapshot,
+    /// Layers.
+    Layer,
+    /// Volumes whose end is decided.
+    DeletingVolume,
+    /// Snapshots whose end is decided.
+    DeletingSnapshot,
+    /// Layers whose end is decided.
+    DeletingLayer,
+}
+
+impl Kind {
+    const ALL: [Self; 6] = [
+        Self::Volume,
+        Self::Snapshot,
+        Self::Layer,
+        Self::DeletingVolume,
+        Self::DeletingSnapshot,
+        Self::DeletingLayer,
+    ];
+
+    fn dir(self) -> &'static str {
+        match self {
+            Self::Volume => "records/volumes",
+            Self::Snapshot => "records/snapshots",
+            Self::Layer => "records/layers",
+            Self::DeletingVolume => "records/deleting",
+            Self::DeletingSnapshot => "records/deleting-snapshots",
+            Self::DeletingLayer => "records/deleting-layers",
+        }
+    }
+}
 
 impl Pool {
     /// Opens the pool in `dir`, making one of it if it is none yet, and locks it.
@@ -114,7 +155,8 @@ impl Pool {
             return Err(Error::Locked { pool: name, dir });
         }
         let records = dir.join("records");
-        for part in [LAYERS, LAYER_RECORDS, VOLUME_RECORDS, DELETING] {
+        let parts = Kind::ALL.iter().map(|kind| kind.dir());
+        for part in parts.chain([LAYERS]) {
             create_dir(&dir.join(part)).map_err(fail("creating", &dir))?;
         }
         // What is durable in a directory is not, while the directory itself is not.
@@ -151,19 +193,15 @@ impl Pool {
         self.dir.join(LAYERS).join(format!("{id}.{}", format.as_str()))
     }
 
-    /// What the pool really spends on a layer; nothing for one that is not there.
-    pub fn allocated(&self, id: LayerId, format: Format) -> Bytes {
-        let layer = fs::metadata(self.layer(id, format));
-        // POSIX: st_blocks counts units of 512 bytes whatever the block size.
-        layer.map_or(Bytes::ZERO, |data| Bytes::new(data.blocks().saturating_mul(512)))
-    }
-
-    /// Makes an empty raw layer of `size`, durably. It takes no space until written.
-    pub fn create_layer(&self, id: LayerId, size: Bytes) -> Result<(), Error> {
-        let path = self.layer(id, Format::Raw);
+    /// Makes an empty layer of `size`, durably. It takes next to no space until written.
+    pub fn create_layer(&self, id: LayerId, format: Format, size: Bytes) -> Result<(), Error> {
+        let path = self.layer(id, format);
         let create = || {
             let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
-            file.set_len(size.count())?;
+            match format {
+                Format::Raw => file.set_len(size.count())?,
+                Format::Qcow2 => qcow2::create(&file, size)?,
+            }
             file.sync_all()?;
             store::sync(&self.dir.join(LAYERS))
         };
@@ -184,34 +222,14 @@ impl Pool {
         Ok(paths.into_iter().filter_map(|path| Some((id_of(&path)?, path))).collect())
     }
 
-    /// Where the record of a layer lies.
-    pub fn layer_record(&self, id: LayerId) -> PathBuf {
-        self.dir.join(LAYER_RECORDS).join(format!("{id}.json"))
+    /// Where the record of this kind and name lies.
+    pub fn record(&self, kind: Kind, name: impl fmt::Display) -> PathBuf {
+        self.dir.join(kind.dir()).join(format!("{name}.json"))
     }
 
-    /// Where the record of a volume lies.
-    pub fn volume_record(&self, id: &VolumeId) -> PathBuf {
-        self.dir.join(VOLUME_RECORDS).join(format!("{id}.json"))
-    }
-
-    /// Where the record of a volume lies once its end is decided.
-    pub fn deleting_record(&self, id: &VolumeId) -> PathBuf {
-        self.dir.join(DELETING).join(format!("{id}.json"))
-    }
-
-    /// The records of the volumes whose end is decided, each with its name.
-    pub fn deleting_records(&self) -> Result<Vec<(PathBuf, String)>, Error> {
-        store::names(&self.dir.join(DELETING)).map_err(|source| self.store(source))
-    }
-
-    /// The records of all layers, each with its name.
-    pub fn layer_records(&self) -> Result<Vec<(PathBuf, String)>, Error> {
-        store::names(&self.dir.join(LAYER_RECORDS)).map_err(|source| self.store(source))
-    }
-
-    /// The records of all volumes, each with its name.
-    pub fn volume_records(&self) -> Result<Vec<(PathBuf, String)>, Error> {
-        store::names(&self.dir.join(VOLUME_RECORDS)).map_err(|source| self.store(source))
+    /// The records of a kind, each with its name.
+    pub fn records(&self, kind: Kind) -> Result<Vec<(PathBuf, String)>, Error> {
+        store::names(&self.dir.join(kind.dir())).map_err(|source| self.store(source))
     }
 
     /// Says which pool a record was in.
@@ -220,7 +238,8 @@ impl Pool {
     }
 
     fn sweep(&self) -> Result<(), Error> {
-        for part in ["", LAYERS, LAYER_RECORDS, VOLUME_RECORDS, DELETING] {
+        let parts = Kind::ALL.iter().map(|kind| kind.dir());
+        for part in parts.chain(["", LAYERS]) {
             store::sweep(&self.dir.join(part)).map_err(|source| self.store(source))?;
         }
         Ok(())
@@ -274,6 +293,7 @@ fn create_dir(dir: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod test {
     use super::*;
+    use std::os::unix::fs::MetadataExt as _;
 
     fn name() -> PoolName {
         "fast".parse().unwrap()
@@ -293,9 +313,9 @@ mod test {
         let dir = tempfile::tempdir().unwrap();
         let pool = Pool::open(name(), dir.path()).unwrap();
         let id = LayerId::draw();
-        pool.create_layer(id, Bytes::gib(10)).unwrap();
-        assert_eq!(fs::metadata(pool.layer(id, Format::Raw)).unwrap().len(), 10 << 30);
-        assert_eq!(pool.allocated(id, Format::Raw), Bytes::ZERO);
+        pool.create_layer(id, Format::Raw, Bytes::gib(10)).unwrap();
+        let data = fs::metadata(pool.layer(id, Format::Raw)).unwrap();
+        assert_eq!((data.len(), data.blocks()), (10 << 30, 0));
         assert_eq!(pool.layers().unwrap().len(), 1);
         pool.remove_layer(id, Format::Raw).unwrap();
         pool.remove_layer(id, Format::Raw).unwrap();

@@ -5,10 +5,13 @@
 
 mod daemon;
 mod graph;
+mod live;
 mod monitor;
 mod program;
 
-pub use daemon::{Daemon, Error, Launch, start_trial};
-pub use graph::{Durability, QUEUES};
+pub use daemon::{Daemon, Error, FLUSH, Launch, start_trial, start_workshop};
+pub use graph::{Durability, QUEUES, Reads};
+pub use live::JobState;
+use live::Jobs;
 pub use monitor::{Command, Error as MonitorError, Monitor};
 pub use program::{Identity, Programs, identity};

@@ -10,13 +10,13 @@
 //!   lock                      locked by the daemon for as long as it lives         (supervisor)
 //!   daemon.log                its standard error, the last of it                   (supervisor)
 //!   qmp.sock dbg.sock         monitors: the driver's own, and one for people           (daemon)
-//!   back.sock                 the export, for the relay                                (daemon)
+//!   back.sock through.sock    the export, for the relay, by when it acknowledges       (daemon)
 //! RUN/<key>/relay.json        which of them the relay leads to                          (relay)
 //! RUN/<key>/export/           the directory that is published: vhost.sock               (relay)
 //! RUN/relay/                  lock, log, and the sockets of the relay       (supervisor, relay)
 //! ```
 
-use crate::{store, volume::RunKey};
+use crate::{qsd::Durability, store, volume::RunKey};
 use serde::{Deserialize, Serialize};
 use std::{
     fmt, fs, io,
@@ -259,7 +259,10 @@ impl VolumeDir {
 
     /// Whose export this socket is.
     pub fn slot_of(&self, backend: &Path) -> Option<Slot> {
-        Slot::ALL.into_iter().find(|slot| self.daemon(*slot).backend_socket() == backend)
+        let is_its = |slot: &Slot| {
+            self.daemon(*slot).backend_sockets().iter().any(|socket| socket == backend)
+        };
+        Slot::ALL.into_iter().find(is_its)
     }
 
     /// The directory that is published.
@@ -335,14 +338,22 @@ impl DaemonDir {
         self.0.join("dbg.sock")
     }
 
-    /// The socket of the daemon's vhost-user-blk export.
-    pub fn backend_socket(&self) -> PathBuf {
-        self.0.join("back.sock")
+    /// The socket of the daemon's vhost-user-blk export that acknowledges writes so.
+    pub fn backend_socket(&self, durability: Durability) -> PathBuf {
+        self.0.join(match durability {
+            Durability::OnFlush => "back.sock",
+            Durability::EachWrite => "through.sock",
+        })
+    }
+
+    fn backend_sockets(&self) -> [PathBuf; 2] {
+        [Durability::OnFlush, Durability::EachWrite].map(|one| self.backend_socket(one))
     }
 
     /// Removes the sockets of a daemon that is gone, so that nobody connects to nothing.
     pub fn remove_sockets(&self) -> io::Result<()> {
-        [self.monitor(), self.debug_monitor(), self.backend_socket()].iter().try_for_each(remove)
+        let [flush, each_write] = self.backend_sockets();
+        [self.monitor(), self.debug_monitor(), flush, each_write].iter().try_for_each(remove)
     }
 
     fn remove(&self) -> io::Result<()> {

@@ -1,14 +1,17 @@
-//! The domain on one node: volumes and their layers. No gRPC, no QMP.
+//! The domain on one node: volumes, snapshots and their layers. No gRPC, no QMP.
 //!
-//! Owns the records of all pools and an index of them in memory. Promises that a call either
-//! happened or left nothing behind, whatever instant the process dies at:
+//! Owns the records of all pools and what they say in memory. Promises that a call either happened
+//! or left nothing behind, whatever instant the process dies at:
 //!
 //! ```text
 //!            create                                          delete
-//!  (nothing) ------> Creating -- layer, its record --> Ready ------> deleting/ -- layer, its record --> (nothing)
+//!  (nothing) ------> Creating -- layer, its record --> Ready ------> deleting/ -- layers --> (nothing)
 //!                       |                                               |
 //!                       +-- start-up: taken back                        +-- start-up: driven on
 //! ```
+//!
+//! A volume or a snapshot is a name for a layer, and layers stand on each other. Reference counts
+//! are never stored: a layer is needed while a record names it or a layer stands on it.
 //!
 //! Called by the gRPC edge (`csi`) and by `node`. Everything that changes a volume takes its
 //! `Claim`. The calls block on the file system; async callers run them on a blocking thread.
@@ -16,16 +19,31 @@
 mod claim;
 mod create;
 mod delete;
+mod expand;
+mod freeze;
 mod id;
+mod layer;
 mod parameters;
 mod record;
 mod recover;
+mod snapshot;
+mod state;
+mod throttle;
+mod work;
 
-pub use claim::{Busy, Claim, InFlight};
-pub use create::NewVolume;
-pub use id::{InvalidName, LayerId, NodeName, PoolName, RunKey, VolumeId};
-pub use parameters::{AccessMode, Cache, GRAIN, ParameterError, Parameters, RangeError, SizeRange};
-pub use record::Format;
+pub use claim::{Busy, Claim, Claimed, InFlight};
+pub use create::{Creation, NewVolume};
+pub use freeze::Freeze;
+pub use id::{InvalidName, LayerId, NodeName, PoolName, RunKey, SnapshotId, VolumeId};
+pub use layer::Layer;
+pub use parameters::{
+    AccessMode, Cache, CopyMode, GRAIN, Overcommit, ParameterError, Parameters, RangeError,
+    SizeRange,
+};
+pub use record::{Content, Format};
+pub use snapshot::{NewSnapshot, Snapshot, SnapshotEntry, Taking};
+pub use throttle::Throttle;
+pub use work::{Job, Progress, Site, Use, Way, Work};
 
 use crate::{
     pool::{self, Pool, Space},
@@ -33,12 +51,8 @@ use crate::{
     units::Bytes,
 };
 use record::VolumeRecord;
-use std::{
-    collections::BTreeMap,
-    ops::Bound,
-    path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-};
+use state::{Kept, Shared, State};
+use std::{fmt, ops::Bound, path::Path, sync::Arc};
 
 /// Why the domain said no.
 #[derive(Debug, thiserror::Error)]
@@ -61,6 +75,74 @@ pub enum Error {
         volume: VolumeId,
         /// What is wrong, for a person.
         reason: String,
+    },
+    /// No snapshot has this id.
+    #[error("snapshot {0} does not exist")]
+    NoSnapshot(SnapshotId),
+    /// The name is taken by a snapshot that differs.
+    #[error("snapshot {snapshot} exists already with another {what}")]
+    DifferentSnapshot {
+        /// The snapshot that exists.
+        snapshot: SnapshotId,
+        /// In what it differs, with both values.
+        what: String,
+    },
+    /// The record of the snapshot, or a layer of it, cannot be used.
+    #[error("snapshot {snapshot} is damaged: {reason}")]
+    DamagedSnapshot {
+        /// The snapshot.
+        snapshot: SnapshotId,
+        /// What is wrong, for a person.
+        reason: String,
+    },
+    /// The volume cannot be its source itself.
+    #[error(
+        "parameters: copyMode is \"none\", and {0} cannot be written to by another volume; use \
+         copy-on-write, copy-on-read or clone"
+    )]
+    NotASource(Content),
+    /// The volume would be smaller than what it is made from.
+    #[error("capacity_range: {content} has {} bytes, and the volume can be no smaller", size.count())]
+    SmallerThanSource {
+        /// What it is made from.
+        content: Content,
+        /// The size of that.
+        size: Bytes,
+    },
+    /// The volume is to lie in another pool than what it is made from.
+    #[error("parameters: {content} lies in pool {pool}, and so must the volume")]
+    SourceElsewhere {
+        /// What it is made from.
+        content: Content,
+        /// Where that lies.
+        pool: PoolName,
+    },
+    /// The volume would become smaller.
+    #[error("capacity_range: volume {volume} has {} bytes and never shrinks; asked was for {}", is.count(), asked.count())]
+    Shrinks {
+        /// The volume.
+        volume: VolumeId,
+        /// What it has.
+        is: Bytes,
+        /// What was asked for.
+        asked: Bytes,
+    },
+    /// A pool refused while a snapshot was worked on.
+    #[error("snapshot {snapshot}")]
+    Snapshot {
+        /// The snapshot.
+        snapshot: SnapshotId,
+        /// Which pool, and why.
+        #[source]
+        error: pool::Error,
+    },
+    /// A pool refused while a layer was worked on.
+    #[error("layer {layer}")]
+    Layer {
+        /// The layer.
+        layer: LayerId,
+        /// Which pool, and why.
+        source: pool::Error,
     },
     /// No pool has this name.
     #[error("parameters: pool is {0:?}, and this node has no pool of that name")]
@@ -111,19 +193,29 @@ pub enum Outcome {
     AlreadySo,
 }
 
+/// What a call that makes something finds: the thing itself, or room for it.
+#[derive(Debug)]
+pub enum Begun<Found, New> {
+    /// It is there already, as was asked for.
+    Exists(Found),
+    /// It is being made.
+    New(New),
+}
+
 /// A volume that can be used.
 #[derive(Clone, Debug)]
 pub struct Volume {
     id: VolumeId,
     pool: Arc<Pool>,
     record: VolumeRecord,
+    layers: Vec<Layer>,
 }
 
 /// What stands under an id: a volume, or the reason why not.
 #[derive(Clone, Debug)]
 pub enum Entry {
     /// A volume.
-    Volume(Volume),
+    Volume(Box<Volume>),
     /// A record that cannot be used; nothing touches it.
     Damaged {
         /// The pool it lies in.
@@ -133,24 +225,12 @@ pub enum Entry {
     },
 }
 
-/// One layer of a volume, as a daemon or a person wants to know it.
-#[derive(Clone, Debug)]
-pub struct Layer {
-    /// Where its bytes lie.
-    pub path: PathBuf,
-    /// How they lie there.
-    pub format: Format,
-    /// Size it presents.
-    pub size: Bytes,
-    /// What the pool really spends on it.
-    pub allocated: Bytes,
-}
-
 /// All volumes of the node.
 #[derive(Debug)]
 pub struct Volumes {
     pools: Vec<Arc<Pool>>,
-    index: Mutex<BTreeMap<VolumeId, Entry>>,
+    overcommit: Overcommit,
+    state: Shared,
 }
 
 impl Volume {
@@ -179,46 +259,49 @@ impl Volume {
         &self.record.parameters
     }
 
-    /// Its layers, from the active one down.
-    pub fn layers(&self) -> Vec<Layer> {
-        let (active, format) = (self.record.phase.active(), Format::Raw);
-        vec![Layer {
-            path: self.pool.layer(active, format),
-            format,
-            size: self.record.size,
-            allocated: self.pool.allocated(active, format),
-        }]
+    /// The limits that hold now.
+    pub fn throttle(&self) -> &Throttle {
+        &self.record.throttle
     }
 
-    /// What the pool really spends on it.
+    /// What it was made from, if not blank.
+    pub fn content(&self) -> Option<&Content> {
+        self.record.content.as_ref()
+    }
+
+    /// Its layers, from the active one down.
+    pub fn layers(&self) -> &[Layer] {
+        &self.layers
+    }
+
+    /// What the pool really spends on it. Layers that others need too are counted in full.
     pub fn allocated(&self) -> Bytes {
-        self.layers().iter().map(|layer| layer.allocated).sum()
+        self.layers.iter().map(Layer::allocated).sum()
     }
 }
 
 impl Volumes {
     /// The volume with this id.
     pub fn find(&self, id: &VolumeId) -> Result<Volume, Error> {
-        match self.index().get(id) {
-            Some(Entry::Volume(volume)) => Ok(volume.clone()),
-            Some(Entry::Damaged { reason, .. }) => {
-                Err(Error::Damaged { volume: id.clone(), reason: reason.clone() })
-            }
-            None => Err(Error::NotFound(id.clone())),
+        match self.entry(id)? {
+            Entry::Volume(volume) => Ok(*volume),
+            Entry::Damaged { reason, .. } => Err(Error::Damaged { volume: id.clone(), reason }),
         }
     }
 
     /// What stands under this id, damaged or not.
     pub fn entry(&self, id: &VolumeId) -> Result<Entry, Error> {
-        self.index().get(id).cloned().ok_or_else(|| Error::NotFound(id.clone()))
+        let state = self.state.lock();
+        let kept = state.volumes.get(id).ok_or_else(|| Error::NotFound(id.clone()))?;
+        Ok(entry(&state, id, kept))
     }
 
     /// At most `count` entries in order of id, from the first one after `after`.
     pub fn list(&self, after: Option<&VolumeId>, count: usize) -> Vec<(VolumeId, Entry)> {
         let start = after.map_or(Bound::Unbounded, Bound::Excluded);
-        let index = self.index();
-        let rest = index.range((start, Bound::Unbounded));
-        rest.take(count).map(|(id, entry)| (id.clone(), entry.clone())).collect()
+        let state = self.state.lock();
+        let rest = state.volumes.range((start, Bound::Unbounded));
+        rest.take(count).map(|(id, kept)| (id.clone(), entry(&state, id, kept))).collect()
     }
 
     /// The space of every pool, or of the one asked for.
@@ -228,9 +311,39 @@ impl Volumes {
         spaces.map_err(Error::Capacity)
     }
 
+    /// What a pool really spends on all its layers.
+    pub fn allocated(&self, pool: &PoolName) -> Bytes {
+        let layers: Vec<_> = {
+            let state = self.state.lock();
+            let own = state.layers.iter().filter(|(_, layer)| layer.pool.name() == pool);
+            own.filter_map(|(id, _)| state.layer(*id)).collect()
+        };
+        layers.iter().map(Layer::allocated).sum()
+    }
+
+    /// What may be promised of a space.
+    pub fn promised(&self, space: Space) -> Space {
+        let Space { total, free } = space;
+        Space { total: self.overcommit.of(total), free: self.overcommit.of(free) }
+    }
+
     /// The directories of all pools.
     pub fn pool_dirs(&self) -> impl Iterator<Item = &Path> {
         self.pools.iter().map(|pool| pool.dir())
+    }
+
+    /// The layers that a snapshot stands on, from its own down; none where there is no such
+    /// snapshot.
+    pub fn layers_of_snapshot(&self, id: &SnapshotId) -> Vec<LayerId> {
+        let found = self.snapshot(id);
+        found.map_or_else(|_| Vec::new(), |one| one.layers().iter().map(|one| one.id).collect())
+    }
+
+    /// The layers that a volume stands on, from the active one down; none where there is no such
+    /// volume.
+    pub fn layers_of_volume(&self, id: &VolumeId) -> Vec<LayerId> {
+        let found = self.find(id);
+        found.map_or_else(|_| Vec::new(), |one| one.layers().iter().map(|one| one.id).collect())
     }
 
     /// The pools a volume with this `pool` parameter may lie in.
@@ -240,17 +353,43 @@ impl Volumes {
         let pool = pool.ok_or_else(|| Error::UnknownPool(asked.to_string()))?;
         Ok(vec![pool])
     }
+}
 
-    fn index(&self) -> MutexGuard<'_, BTreeMap<VolumeId, Entry>> {
-        self.index.lock().unwrap_or_else(PoisonError::into_inner)
+fn entry(state: &State, id: &VolumeId, kept: &Kept<VolumeRecord>) -> Entry {
+    match kept {
+        Kept::Damaged { pool, reason } => {
+            Entry::Damaged { pool: pool.clone(), reason: reason.clone() }
+        }
+        Kept::Usable { pool, record } => match state.layers_from(record.phase.active()) {
+            Err(reason) => Entry::Damaged { pool: pool.name().clone(), reason },
+            Ok(layers) => {
+                let (id, pool, record) = (id.clone(), pool.clone(), record.clone());
+                Entry::Volume(Box::new(Volume { id, pool, record, layers }))
+            }
+        },
+    }
+}
+
+impl fmt::Display for Content {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Snapshot(id) => write!(out, "snapshot {id}"),
+            Self::Volume(id) => write!(out, "volume {id}"),
+        }
     }
 }
 
 impl Error {
     /// Wraps what a pool said while `volume` was worked on.
-    fn pool(volume: &VolumeId) -> impl Fn(pool::Error) -> Self {
+    fn pool(volume: &VolumeId) -> impl Fn(pool::Error) -> Self + use<> {
         let volume = volume.clone();
         move |source| Self::Pool { volume: volume.clone(), source }
+    }
+
+    /// Wraps what a pool said while `snapshot` was worked on.
+    fn snapshot(snapshot: &SnapshotId) -> impl Fn(pool::Error) -> Self + use<> {
+        let snapshot = snapshot.clone();
+        move |error| Self::Snapshot { snapshot: snapshot.clone(), error }
     }
 }
 

@@ -18,7 +18,7 @@ use crate::{
     qsd::Programs,
     run::RunDir,
     store,
-    volume::{NodeName, PoolName, Volumes},
+    volume::{NodeName, Overcommit, PoolName, Volumes},
 };
 use anyhow::Context as _;
 use std::{
@@ -55,6 +55,10 @@ pub(super) struct Args {
     /// A pool and the directory that holds its volumes; may be given several times
     #[arg(long = "pool", value_name = "NAME=DIR", required = true)]
     pools: Vec<PoolAt>,
+    /// How much more than what is free a pool may promise to volumes, as a factor; they take no
+    /// space until written
+    #[arg(long, value_name = "FACTOR", default_value = "1")]
+    overcommit: Overcommit,
     /// The qemu-storage-daemon to run; of several, the newest
     #[arg(long, value_name = "PATH", default_value = "qemu-storage-daemon")]
     qsd: Vec<PathBuf>,
@@ -103,7 +107,7 @@ pub(super) async fn run(args: Args) -> anyhow::Result<()> {
     };
     let qsd = args.qsd.iter().map(|program| find_program(program)).collect::<Result<_, _>>()?;
     let qsd = Programs::new(qsd);
-    let volumes = Arc::new(Volumes::recover(open_pools(args.pools)?)?);
+    let volumes = Arc::new(Volumes::recover(open_pools(args.pools)?, args.overcommit)?);
     let program = std::env::current_exe().context("finding this program")?;
     let config = Config { name: args.node_id, run, qsd, program };
     let node = Node::start(config, volumes).await?;

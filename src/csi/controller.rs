@@ -9,9 +9,15 @@ use crate::{
     chain::Chain,
     node::Node,
     units::Bytes,
-    volume::{Claim, Entry, GRAIN, NewVolume, Outcome, Volume, VolumeId},
+    volume::{
+        Claim, Content, Entry, GRAIN, NewVolume, Outcome, Snapshot, SnapshotEntry, SnapshotId,
+        Volume, VolumeId,
+    },
 };
-use pb::controller_service_capability::{Rpc, Type, rpc};
+use pb::{
+    controller_service_capability::{Rpc, Type, rpc},
+    volume_content_source::{SnapshotSource, Type as ContentType, VolumeSource},
+};
 use std::{collections::HashMap, sync::Arc};
 use tonic::{Request, Response, Status};
 use tracing::info;
@@ -21,8 +27,14 @@ use tracing::info;
 pub struct Controller(pub Edge);
 
 /// What is served; everything else answers UNIMPLEMENTED.
-const CAPABILITIES: [rpc::Type; 5] = [
+const CAPABILITIES: [rpc::Type; 11] = [
     rpc::Type::CreateDeleteVolume,
+    rpc::Type::CreateDeleteSnapshot,
+    rpc::Type::ListSnapshots,
+    rpc::Type::GetSnapshot,
+    rpc::Type::CloneVolume,
+    rpc::Type::ExpandVolume,
+    rpc::Type::ModifyVolume,
     rpc::Type::ListVolumes,
     rpc::Type::GetCapacity,
     rpc::Type::GetVolume,
@@ -38,9 +50,7 @@ impl controller_server::Controller for Controller {
     ) -> Result<Response<pb::CreateVolumeResponse>, Status> {
         let new = self.new_volume(request.into_inner())?;
         let id = VolumeId::of_name(&new.name);
-        let create = |claim: Arc<Claim>, node: Node| async move {
-            blocking(move || node.volumes().create(&claim, new)).await
-        };
+        let create = |claim: Arc<Claim>, node: Node| async move { node.create(claim, new).await };
         let (volume, outcome) = self.0.claimed(&id, create).await?;
         if outcome == Outcome::Done {
             info!(volume = %id, size = %volume.size(), pool = %volume.pool(), "created");
@@ -55,10 +65,7 @@ impl controller_server::Controller for Controller {
         request: Request<pb::DeleteVolumeRequest>,
     ) -> Result<Response<pb::DeleteVolumeResponse>, Status> {
         if let Ok(id) = parse::volume_id(request.into_inner().volume_id)? {
-            let delete = |claim: Arc<Claim>, node: Node| async move {
-                node.refuse_staged(claim.volume())?;
-                blocking(move || node.volumes().delete(&claim)).await.map_err(Status::from)
-            };
+            let delete = |claim: Arc<Claim>, node: Node| async move { node.delete(claim).await };
             if self.0.claimed(&id, delete).await? == Outcome::Done {
                 info!(volume = %id, "deleted");
             }
@@ -80,6 +87,10 @@ impl controller_server::Controller for Controller {
         let wishes = parse::capabilities(&request.volume_capabilities)
             .map(drop)
             .and_then(|()| parse::parameters(request.parameters.clone()).map(drop))
+            .and_then(|()| {
+                let changes = parse::mutable_parameters(request.mutable_parameters.clone());
+                Ok(volume.throttle().with(&changes).map(drop)?)
+            })
             .and_then(|()| context_of(&volume, &request.volume_context));
         let response = match wishes {
             Ok(()) => pb::ValidateVolumeCapabilitiesResponse {
@@ -87,7 +98,7 @@ impl controller_server::Controller for Controller {
                     volume_context: request.volume_context,
                     volume_capabilities: request.volume_capabilities,
                     parameters: request.parameters,
-                    mutable_parameters: HashMap::new(),
+                    mutable_parameters: request.mutable_parameters,
                 }),
                 message: String::new(),
             },
@@ -153,8 +164,10 @@ impl controller_server::Controller for Controller {
         let (mut sum, mut largest) = (Bytes::ZERO, Bytes::ZERO);
         if !elsewhere && !unserved {
             let volumes = self.0.node.volumes().clone();
-            let spaces = blocking(move || volumes.space(parameters.pool())).await?;
-            let free = || spaces.iter().map(|(_, space)| space.free.round_down(GRAIN));
+            let measured = volumes.clone();
+            let spaces = blocking(move || measured.space(parameters.pool())).await?;
+            let promised = |space| volumes.promised(space).free.round_down(GRAIN);
+            let free = || spaces.iter().map(|(_, space)| promised(*space));
             (sum, largest) = (free().sum(), free().max().unwrap_or_default());
         }
         Ok(Response::new(pb::GetCapacityResponse {
@@ -190,46 +203,115 @@ impl controller_server::Controller for Controller {
         Err(unimplemented("ControllerUnpublishVolume"))
     }
 
+    #[tracing::instrument(skip_all, fields(snapshot_name = request.get_ref().name))]
     async fn create_snapshot(
         &self,
-        _request: Request<pb::CreateSnapshotRequest>,
+        request: Request<pb::CreateSnapshotRequest>,
     ) -> Result<Response<pb::CreateSnapshotResponse>, Status> {
-        Err(unimplemented("CreateSnapshot"))
+        let request = request.into_inner();
+        let new = parse::new_snapshot(request)?;
+        let new = match new {
+            Ok(new) => new,
+            Err(unknown) => return Err(unknown.into()),
+        };
+        let id = SnapshotId::of_name(&new.name);
+        let work = |claim: Arc<Claim<SnapshotId>>, node: Node| async move {
+            node.snapshot(claim, new).await
+        };
+        let (snapshot, outcome) = self.0.claimed(&id, work).await?;
+        if outcome == Outcome::Done {
+            info!(snapshot = %id, volume = %snapshot.source(), "snapshot taken");
+        }
+        let snapshot = Some(snapshot_message(&snapshot));
+        Ok(Response::new(pb::CreateSnapshotResponse { snapshot }))
     }
 
+    #[tracing::instrument(skip_all, fields(snapshot = request.get_ref().snapshot_id))]
     async fn delete_snapshot(
         &self,
-        _request: Request<pb::DeleteSnapshotRequest>,
+        request: Request<pb::DeleteSnapshotRequest>,
     ) -> Result<Response<pb::DeleteSnapshotResponse>, Status> {
-        Err(unimplemented("DeleteSnapshot"))
+        if let Ok(id) = parse::snapshot_id(request.into_inner().snapshot_id)? {
+            let work = |claim: Arc<Claim<SnapshotId>>, node: Node| async move {
+                node.delete_snapshot(claim).await
+            };
+            if self.0.claimed(&id, work).await? == Outcome::Done {
+                info!(snapshot = %id, "snapshot deleted");
+            }
+        }
+        Ok(Response::new(pb::DeleteSnapshotResponse::default()))
     }
 
+    #[tracing::instrument(skip_all)]
     async fn list_snapshots(
         &self,
-        _request: Request<pb::ListSnapshotsRequest>,
+        request: Request<pb::ListSnapshotsRequest>,
     ) -> Result<Response<pb::ListSnapshotsResponse>, Status> {
-        Err(unimplemented("ListSnapshots"))
+        let request = request.into_inner();
+        let (after, count) = parse::page(request.max_entries, &request.starting_token)?;
+        let mut page = self.snapshots(
+            &request.snapshot_id,
+            &request.source_volume_id,
+            after.as_ref(),
+            count.saturating_add(1),
+        );
+        let more = page.len() > count;
+        page.truncate(count);
+        let next_token = match page.last() {
+            Some((last, _)) if more => parse::token(last),
+            Some(_) | None => String::new(),
+        };
+        let entry = |(_, snapshot): (SnapshotId, pb::Snapshot)| {
+            pb::list_snapshots_response::Entry { snapshot: Some(snapshot) }
+        };
+        let entries = page.into_iter().map(entry).collect();
+        Ok(Response::new(pb::ListSnapshotsResponse { entries, next_token }))
     }
 
+    #[tracing::instrument(skip_all, fields(snapshot = request.get_ref().snapshot_id))]
     async fn get_snapshot(
         &self,
-        _request: Request<pb::GetSnapshotRequest>,
+        request: Request<pb::GetSnapshotRequest>,
     ) -> Result<Response<pb::GetSnapshotResponse>, Status> {
-        Err(unimplemented("GetSnapshot"))
+        let id = parse::snapshot_id(request.into_inner().snapshot_id)??;
+        let snapshot = self.0.node.volumes().snapshot(&id)?;
+        let snapshot = Some(snapshot_message(&snapshot));
+        Ok(Response::new(pb::GetSnapshotResponse { snapshot }))
     }
 
+    #[tracing::instrument(skip_all, fields(volume = request.get_ref().volume_id))]
     async fn controller_expand_volume(
         &self,
-        _request: Request<pb::ControllerExpandVolumeRequest>,
+        request: Request<pb::ControllerExpandVolumeRequest>,
     ) -> Result<Response<pb::ControllerExpandVolumeResponse>, Status> {
-        Err(unimplemented("ControllerExpandVolume"))
+        let request = request.into_inner();
+        let id = parse::volume_id(request.volume_id)?;
+        let range = parse::new_size(request.capacity_range)?;
+        if let Some(capability) = &request.volume_capability {
+            parse::capabilities(std::slice::from_ref(capability))?;
+        }
+        let id = self.0.find(id)?.id().clone();
+        let work = |claim: Arc<Claim>, node: Node| async move { node.expand(claim, range).await };
+        let (volume, _) = self.0.claimed(&id, work).await?;
+        Ok(Response::new(pb::ControllerExpandVolumeResponse {
+            capacity_bytes: volume.size().into(),
+            // The guest has been told.
+            node_expansion_required: false,
+        }))
     }
 
+    #[tracing::instrument(skip_all, fields(volume = request.get_ref().volume_id))]
     async fn controller_modify_volume(
         &self,
-        _request: Request<pb::ControllerModifyVolumeRequest>,
+        request: Request<pb::ControllerModifyVolumeRequest>,
     ) -> Result<Response<pb::ControllerModifyVolumeResponse>, Status> {
-        Err(unimplemented("ControllerModifyVolume"))
+        let request = request.into_inner();
+        let id = self.0.find(parse::volume_id(request.volume_id)?)?.id().clone();
+        let changes = parse::mutable_parameters(request.mutable_parameters);
+        let work =
+            |claim: Arc<Claim>, node: Node| async move { node.modify(&claim, &changes).await };
+        self.0.claimed(&id, work).await?;
+        Ok(Response::new(pb::ControllerModifyVolumeResponse::default()))
     }
 }
 
@@ -244,16 +326,49 @@ impl Controller {
         let access_modes = parse::capabilities(&request.volume_capabilities)?;
         let size = parse::size(request.capacity_range)?;
         let parameters = parse::parameters(request.parameters)?;
-        let source = request.volume_content_source.map(|source| format!("{source:?}"));
-        parse::not_served("volume_content_source", source)?;
-        let mutable = request.mutable_parameters.into_keys().next();
-        parse::not_served("mutable_parameters", mutable.map(|key| format!("{key:?}")))?;
+        let changes = parse::mutable_parameters(request.mutable_parameters);
+        let throttle = parameters.throttle().with(&changes)?;
+        let content = parse::content(request.volume_content_source)?;
         parse::topology(request.accessibility_requirements.as_ref(), self.0.node.name())?;
-        Ok(NewVolume { name: request.name, size, parameters, access_modes })
+        let name = request.name;
+        Ok(NewVolume { name, size, parameters, throttle, access_modes, content })
+    }
+
+    /// The snapshots that a list asks for, from the first one after `after`.
+    fn snapshots(
+        &self,
+        id: &str,
+        source: &str,
+        after: Option<&SnapshotId>,
+        count: usize,
+    ) -> Vec<(SnapshotId, pb::Snapshot)> {
+        let volumes = self.0.node.volumes();
+        // An id that is not ours is unknown, and so the list is empty.
+        let source = (!source.is_empty()).then(|| source.parse::<VolumeId>());
+        let Ok(source) = source.transpose() else { return Vec::new() };
+        let found = if id.is_empty() {
+            volumes.list_snapshots(source.as_ref(), after, count)
+        } else {
+            let one = id
+                .parse()
+                .ok()
+                .and_then(|id: SnapshotId| Some((id.clone(), volumes.snapshot_entry(&id).ok()?)));
+            one.into_iter().collect()
+        };
+        let message = |(id, entry): (SnapshotId, SnapshotEntry)| match entry {
+            SnapshotEntry::Damaged { .. } => None,
+            SnapshotEntry::Snapshot(snapshot) => {
+                let is_meant = source.as_ref().is_none_or(|source| snapshot.source() == source);
+                is_meant.then(|| (id, snapshot_message(&snapshot)))
+            }
+        };
+        found.into_iter().filter_map(message).collect()
     }
 
     fn message(&self, volume: &Volume) -> pb::Volume {
-        self.named(volume.id(), volume.size(), context(volume))
+        let message = self.named(volume.id(), volume.size(), context(volume));
+        let content_source = volume.content().map(content_message);
+        pb::Volume { content_source, ..message }
     }
 
     fn named(&self, id: &VolumeId, size: Bytes, context: HashMap<String, String>) -> pb::Volume {
@@ -267,6 +382,27 @@ impl Controller {
                 segments: HashMap::from([(TOPOLOGY.to_owned(), node)]),
             }],
         }
+    }
+}
+
+fn content_message(content: &Content) -> pb::VolumeContentSource {
+    let r#type = match content {
+        Content::Snapshot(id) => {
+            ContentType::Snapshot(SnapshotSource { snapshot_id: id.to_string() })
+        }
+        Content::Volume(id) => ContentType::Volume(VolumeSource { volume_id: id.to_string() }),
+    };
+    pb::VolumeContentSource { r#type: Some(r#type) }
+}
+
+fn snapshot_message(snapshot: &Snapshot) -> pb::Snapshot {
+    pb::Snapshot {
+        size_bytes: snapshot.size().into(),
+        snapshot_id: snapshot.id().to_string(),
+        source_volume_id: snapshot.source().to_string(),
+        creation_time: Some(snapshot.created().into()),
+        ready_to_use: true,
+        group_snapshot_id: String::new(),
     }
 }
 

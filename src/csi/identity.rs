@@ -5,7 +5,7 @@ use super::{
     pb::csi::{self as pb, identity_server},
 };
 use crate::blocking::blocking;
-use pb::plugin_capability::{Service, Type, service};
+use pb::plugin_capability::{Service, Type, VolumeExpansion, service, volume_expansion};
 use tonic::{Request, Response, Status};
 
 /// The Identity service.
@@ -34,9 +34,10 @@ impl identity_server::Identity for Identity {
         };
         let kinds =
             [service::Type::ControllerService, service::Type::VolumeAccessibilityConstraints];
-        Ok(Response::new(pb::GetPluginCapabilitiesResponse {
-            capabilities: kinds.map(capability).into(),
-        }))
+        let online = VolumeExpansion { r#type: volume_expansion::Type::Online.into() };
+        let expansion = pb::PluginCapability { r#type: Some(Type::VolumeExpansion(online)) };
+        let capabilities = kinds.map(capability).into_iter().chain([expansion]).collect();
+        Ok(Response::new(pb::GetPluginCapabilitiesResponse { capabilities }))
     }
 
     /// Well while every pool can be asked how full it is.

@@ -8,7 +8,7 @@ use crate::{
     blocking::blocking,
     node::{Attachments, Node, Relayed, When},
     relay,
-    volume::{Claim, Entry, Outcome, Volume, VolumeId},
+    volume::{Claim, Entry, Layer, Outcome, Volume, VolumeId},
 };
 use std::{path::Path, pin::Pin, sync::Arc};
 use tokio_stream::Stream;
@@ -89,19 +89,15 @@ fn tell_volume(volume: &Volume) -> pb::Volume {
         name: volume.name().to_owned(),
         pool: volume.pool().to_string(),
         capacity_bytes: volume.size().into(),
-        allocated_bytes: layers
-            .iter()
-            .map(|layer| layer.allocated)
-            .sum::<crate::units::Bytes>()
-            .into(),
+        allocated_bytes: layers.iter().map(Layer::allocated).sum::<crate::units::Bytes>().into(),
         parameters: volume.parameters().given().clone().into_iter().collect(),
         layers: layers
-            .into_iter()
+            .iter()
             .map(|layer| pb::Layer {
                 path: text(&layer.path),
                 format: layer.format.as_str().to_owned(),
                 capacity_bytes: layer.size.into(),
-                allocated_bytes: layer.allocated.into(),
+                allocated_bytes: layer.allocated().into(),
             })
             .collect(),
         attachment: None,

@@ -1,9 +1,7 @@
 //! CSI Node: volumes are staged and published on this machine.
 
 use super::{
-    Edge, TOPOLOGY,
-    controller::unimplemented,
-    parse,
+    Edge, TOPOLOGY, parse,
     pb::csi::{self as pb, node_server},
 };
 use crate::{
@@ -20,8 +18,12 @@ use tonic::{Request, Response, Status};
 pub struct NodeService(pub Edge);
 
 /// What is served; everything else answers UNIMPLEMENTED.
-const CAPABILITIES: [rpc::Type; 3] =
-    [rpc::Type::StageUnstageVolume, rpc::Type::GetVolumeStats, rpc::Type::SingleNodeMultiWriter];
+const CAPABILITIES: [rpc::Type; 4] = [
+    rpc::Type::StageUnstageVolume,
+    rpc::Type::GetVolumeStats,
+    rpc::Type::ExpandVolume,
+    rpc::Type::SingleNodeMultiWriter,
+];
 
 #[tonic::async_trait]
 impl node_server::Node for NodeService {
@@ -123,11 +125,28 @@ impl node_server::Node for NodeService {
         }))
     }
 
+    #[tracing::instrument(skip_all, fields(volume = request.get_ref().volume_id))]
     async fn node_expand_volume(
         &self,
-        _request: Request<pb::NodeExpandVolumeRequest>,
+        request: Request<pb::NodeExpandVolumeRequest>,
     ) -> Result<Response<pb::NodeExpandVolumeResponse>, Status> {
-        Err(unimplemented("NodeExpandVolume"))
+        let request = request.into_inner();
+        let id = parse::volume_id(request.volume_id)?;
+        if request.volume_path.is_empty() {
+            return Err(parse::Error::Empty("volume_path").into());
+        }
+        let id = self.0.find(id)?.id().clone();
+        let volume = self.0.node.volume_at(&id, Path::new(&request.volume_path))?;
+        let Some(range) = request.capacity_range else {
+            // Everything was done when the controller was asked.
+            let capacity_bytes = volume.size().into();
+            return Ok(Response::new(pb::NodeExpandVolumeResponse { capacity_bytes }));
+        };
+        let range = parse::new_size(Some(range))?;
+        let work = |claim: Arc<Claim>, node: Node| async move { node.expand(claim, range).await };
+        let (volume, _) = self.0.claimed(&id, work).await?;
+        let capacity_bytes = volume.size().into();
+        Ok(Response::new(pb::NodeExpandVolumeResponse { capacity_bytes }))
     }
 
     async fn node_get_capabilities(

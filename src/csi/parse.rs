@@ -4,11 +4,14 @@ use super::{TOPOLOGY, pb::csi as pb};
 use crate::{
     node::{HostError, HostPath},
     volume::{
-        AccessMode, InvalidName, NodeName, ParameterError, Parameters, RangeError, SizeRange,
-        VolumeId,
+        AccessMode, Content, InvalidName, NewSnapshot, NodeName, ParameterError, Parameters,
+        RangeError, SizeRange, SnapshotId, VolumeId,
     },
 };
-use pb::volume_capability::{AccessType, access_mode::Mode};
+use pb::{
+    volume_capability::{AccessType, access_mode::Mode},
+    volume_content_source::Type as ContentType,
+};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// What is wrong with a request.
@@ -33,6 +36,8 @@ pub(super) enum Error {
     Topology { node: NodeName, asked: String },
     #[error("staging_target_path: it is empty; stage the volume first and say where")]
     NoStaging,
+    #[error("volume_content_source")]
+    Source(#[source] InvalidName),
     #[error(transparent)]
     Range(#[from] RangeError),
     #[error(transparent)]
@@ -46,7 +51,7 @@ pub(super) enum Error {
 /// CSI's limit on every string without one of its own (spec, "Size Limits").
 const LONGEST: usize = 128;
 
-/// What the token of a page begins with; the id of the last volume of the page before follows.
+/// What the token of a page begins with; the id of the last entry of the page before follows.
 const TOKEN: &str = "after:";
 
 /// The volume an id names. Empty is the caller's mistake; an id that is not ours is only unknown.
@@ -57,7 +62,66 @@ pub(super) fn volume_id(id: String) -> Result<Result<VolumeId, InvalidName>, Err
     Ok(VolumeId::try_from(id))
 }
 
-/// A name for a new volume: anything but too long a text, or one with the control characters that
+/// The snapshot an id names. Empty is the caller's mistake; an id that is not ours is only unknown.
+pub(super) fn snapshot_id(id: String) -> Result<Result<SnapshotId, InvalidName>, Error> {
+    if id.is_empty() {
+        return Err(Error::Empty("snapshot_id"));
+    }
+    Ok(SnapshotId::try_from(id))
+}
+
+/// A snapshot that is asked for, of a volume whose id may be none of ours.
+pub(super) fn new_snapshot(
+    request: pb::CreateSnapshotRequest,
+) -> Result<Result<NewSnapshot, InvalidName>, Error> {
+    name(&request.name)?;
+    if request.source_volume_id.is_empty() {
+        return Err(Error::Empty("source_volume_id"));
+    }
+    if let Some(key) = request.parameters.into_keys().find(|key| !is_reserved(key)) {
+        let (field, value) = ("parameters", format!("{key:?}"));
+        return Err(Error::NotServed { field, value, instead: "a snapshot has no parameters" });
+    }
+    let source = VolumeId::try_from(request.source_volume_id);
+    Ok(source.map(|source| NewSnapshot { name: request.name, source }))
+}
+
+/// Keys that the external-snapshotter adds for its own use.
+fn is_reserved(key: &str) -> bool {
+    key.starts_with("csi.storage.k8s.io/")
+}
+
+/// What a volume is to be made from.
+pub(super) fn content(source: Option<pb::VolumeContentSource>) -> Result<Option<Content>, Error> {
+    let Some(source) = source else { return Ok(None) };
+    let empty = |id: &str, field| if id.is_empty() { Err(Error::Empty(field)) } else { Ok(()) };
+    match source.r#type {
+        None => Err(Error::Empty("volume_content_source")),
+        Some(ContentType::Snapshot(source)) => {
+            empty(&source.snapshot_id, "volume_content_source.snapshot.snapshot_id")?;
+            let id = source.snapshot_id.try_into().map_err(Error::Source)?;
+            Ok(Some(Content::Snapshot(id)))
+        }
+        Some(ContentType::Volume(source)) => {
+            empty(&source.volume_id, "volume_content_source.volume.volume_id")?;
+            let id = source.volume_id.try_into().map_err(Error::Source)?;
+            Ok(Some(Content::Volume(id)))
+        }
+    }
+}
+
+/// Limits that are to change.
+pub(super) fn mutable_parameters(given: HashMap<String, String>) -> BTreeMap<String, String> {
+    given.into_iter().collect()
+}
+
+/// The sizes that will do for a volume that is to grow; CSI requires the range.
+pub(super) fn new_size(range: Option<pb::CapacityRange>) -> Result<SizeRange, Error> {
+    let range = range.ok_or(Error::Empty("capacity_range"))?;
+    Ok(SizeRange::new(range.required_bytes, range.limit_bytes)?)
+}
+
+/// A name for a new volume or snapshot: anything but too long a text, or one with the control characters that
 /// CSI bans.
 pub(super) fn name(name: &str) -> Result<(), Error> {
     let (field, text) = ("name", || name.chars().take(LONGEST).collect());
@@ -174,7 +238,10 @@ pub(super) fn is_here(topology: &pb::Topology, node: &NodeName) -> bool {
 }
 
 /// Where a page begins and how many entries it may have.
-pub(super) fn page(max_entries: i32, token: &str) -> Result<(Option<VolumeId>, usize), Error> {
+pub(super) fn page<Id: std::str::FromStr>(
+    max_entries: i32,
+    token: &str,
+) -> Result<(Option<Id>, usize), Error> {
     let count = usize::try_from(max_entries)
         .map_err(|_| Error::Negative { field: "max_entries", value: max_entries })?;
     let after = if token.is_empty() {
@@ -186,8 +253,8 @@ pub(super) fn page(max_entries: i32, token: &str) -> Result<(Option<VolumeId>, u
     Ok((after, if count == 0 { usize::MAX } else { count }))
 }
 
-/// The token for the page after this volume.
-pub(super) fn token(last: &VolumeId) -> String {
+/// The token for the page after this volume or snapshot.
+pub(super) fn token(last: impl std::fmt::Display) -> String {
     format!("{TOKEN}{last}")
 }
 
@@ -243,6 +310,7 @@ mod test {
     fn a_page_goes_on_behind_its_token() {
         let last: VolumeId = "pvc-1".parse().unwrap();
         assert_eq!(page(2, &token(&last)).unwrap(), (Some(last), 2));
+        let page = page::<VolumeId>;
         assert_eq!(page(0, "").unwrap(), (None, usize::MAX));
         assert!(matches!(page(-1, ""), Err(Error::Negative { .. })));
         for foreign in ["x", "after:", "after:NO", "AFTER:a"] {
@@ -271,7 +339,7 @@ mod test {
         #[test]
         fn parsing_never_panics(text in ".{0,200}", count: i32) {
             _ = name(&text);
-            _ = page(count, &text);
+            _ = page::<VolumeId>(count, &text);
             _ = path("target_path", text.clone());
             _ = volume_id(text);
         }

@@ -49,6 +49,7 @@ impl From<parse::Error> for Status {
             parse::Error::Topology { .. } => Code::ResourceExhausted,
             parse::Error::Host(host) => host_code(host),
             parse::Error::NoStaging => Code::FailedPrecondition,
+            parse::Error::Source(_) => Code::NotFound,
             parse::Error::Empty(_)
             | parse::Error::TooLong { .. }
             | parse::Error::Control { .. }
@@ -64,8 +65,7 @@ impl From<parse::Error> for Status {
 impl From<volume::InvalidName> for Status {
     /// An id that is not ours is unknown.
     fn from(error: volume::InvalidName) -> Self {
-        let text = shortened(format!("volume_id: {error}"));
-        Self::not_found(text)
+        Self::not_found(shortened(error.to_string()))
     }
 }
 
@@ -80,6 +80,8 @@ impl From<node::Error> for Status {
         let code = match &error {
             node::Error::Volume(error) => volume_code(error),
             node::Error::Host(error) => host_code(error),
+            node::Error::Busy(_) => Code::Aborted,
+            node::Error::Parameter(_) => Code::InvalidArgument,
             node::Error::NotStaged { .. }
             | node::Error::NotStagedFor { .. }
             | node::Error::StagedElsewhere { .. }
@@ -90,9 +92,9 @@ impl From<node::Error> for Status {
                 Code::AlreadyExists
             }
             node::Error::NotAt { .. } => Code::NotFound,
-            node::Error::Daemon { source, .. } | node::Error::Trial { source, .. } => {
-                daemon_code(source)
-            }
+            node::Error::Daemon { source, .. }
+            | node::Error::Trial { source, .. }
+            | node::Error::Workshop { source, .. } => daemon_code(source),
             node::Error::Supervisor(_) | node::Error::Relay { .. } => Code::Unavailable,
             node::Error::Store { source, .. } => io_code(source.io_kind()),
             node::Error::Run { source, .. } => io_code(Some(source.kind())),
@@ -113,13 +115,22 @@ fn range_code(error: &volume::RangeError) -> Code {
 
 fn volume_code(error: &volume::Error) -> Code {
     match error {
-        volume::Error::NotFound(_) => Code::NotFound,
-        volume::Error::Different { .. } => Code::AlreadyExists,
-        volume::Error::Damaged { .. } => Code::Internal,
-        volume::Error::UnknownPool(_) => Code::InvalidArgument,
+        volume::Error::NotFound(_) | volume::Error::NoSnapshot(_) => Code::NotFound,
+        volume::Error::Different { .. } | volume::Error::DifferentSnapshot { .. } => {
+            Code::AlreadyExists
+        }
+        volume::Error::Damaged { .. } | volume::Error::DamagedSnapshot { .. } => Code::Internal,
+        volume::Error::UnknownPool(_)
+        | volume::Error::NotASource(_)
+        | volume::Error::SourceElsewhere { .. } => Code::InvalidArgument,
         volume::Error::PoolFull { .. } => Code::ResourceExhausted,
-        volume::Error::TooLarge { .. } => Code::OutOfRange,
-        volume::Error::Pool { source, .. } | volume::Error::Capacity(source) => pool_code(source),
+        volume::Error::TooLarge { .. }
+        | volume::Error::SmallerThanSource { .. }
+        | volume::Error::Shrinks { .. } => Code::OutOfRange,
+        volume::Error::Pool { source, .. }
+        | volume::Error::Snapshot { error: source, .. }
+        | volume::Error::Layer { source, .. }
+        | volume::Error::Capacity(source) => pool_code(source),
     }
 }
 
@@ -155,8 +166,10 @@ fn host_code(error: &HostError) -> Code {
 
 fn daemon_code(error: &qsd::Error) -> Code {
     match error {
-        // Another attempt may find a supervisor or a daemon that answers.
-        qsd::Error::Supervisor(_) | qsd::Error::Ended(_) => Code::Unavailable,
+        // Another attempt may find a supervisor or a daemon that answers, or one that was replaced.
+        qsd::Error::Supervisor(_) | qsd::Error::Ended(_) | qsd::Error::Outdated { .. } => {
+            Code::Unavailable
+        }
         qsd::Error::Monitor(error) => match error {
             qsd::MonitorError::Refused { .. } => Code::Internal,
             qsd::MonitorError::Connect(_)

@@ -58,6 +58,7 @@ impl Node {
             trials: Arc::default(),
             claims: InFlight::default(),
             attached: Arc::default(),
+            work: Arc::default(),
             tasks: TaskTracker::new(),
             stop: CancellationToken::new(),
         };
@@ -77,6 +78,7 @@ impl Node {
         }
         node.tasks.spawn(node.clone().watch(exits));
         node.tasks.spawn(node.clone().watch_relay());
+        node.tasks.spawn(node.clone().tend());
         Ok(node)
     }
 
@@ -178,6 +180,10 @@ impl Node {
             Ok(daemon) => {
                 info!(volume = %id, pid, "taken over");
                 self.serves(id, daemon, Outcome::AlreadySo);
+            }
+            Err(error) if error.is_outdated() => {
+                warn!(volume = %id, error = %Chain(&error), "replacing a daemon");
+                self.start_revival(id.clone()).await;
             }
             // A VM may be at work on it: a deaf daemon serves, and so it is not killed.
             Err(error) => {

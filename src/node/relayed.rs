@@ -28,7 +28,7 @@ impl Node {
 
     /// Has the relay lead VMs to this daemon.
     pub(super) async fn relay_to(&self, id: &VolumeId, daemon: &Daemon) -> Result<(), Error> {
-        let backend = self.config.run.daemon(daemon.key()).backend_socket();
+        let backend = self.config.run.daemon(daemon.key()).backend_socket(daemon.durability());
         let tracking = self.tracking(daemon).await?;
         let attach = Attach { key: id.run_key(), backend, tracking };
         let fail = |source| Error::Relay { volume: id.clone(), source };

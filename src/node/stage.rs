@@ -8,7 +8,7 @@ use crate::{
     blocking::blocking,
     chain::Chain,
     crash,
-    qsd::Daemon,
+    qsd::{self, Daemon},
     run::{DaemonKey, Slot},
     volume::{AccessMode, Claim, Outcome, VolumeId},
 };
@@ -74,6 +74,7 @@ impl Node {
             dir.create().map_err(Error::run(dir.path()))?;
             self.save(&intent)?;
             crash::point("node-stage-intent");
+            self.interrupt(id).await;
             let daemon = if is_left_over {
                 self.try_restart(id).await?.0
             } else {
@@ -121,6 +122,7 @@ impl Node {
         }
         self.note_leaving(attachment.in_phase(Phase::Unstaging))?;
         crash::point("node-unstage-intent");
+        self.interrupt(id).await;
         self.relay_no_more(id).await?;
         crash::point("node-unstage-relay");
         if let Service::Up(daemon) = service {
@@ -129,6 +131,7 @@ impl Node {
         crash::point("node-unstage-stopped");
         self.clear(id).await?;
         self.attached().remove(id);
+        self.nudge(); // what was in use may be merged now
         info!(volume = %id, "unstaged");
         Ok(Outcome::Done)
     }
@@ -188,6 +191,7 @@ impl Node {
         let key = self.serving(id);
         let running = self.running().await?;
         self.end_other(&key, &running).await?;
+        self.interrupt(id).await;
         let launch = self.launch(id, key.slot)?;
         if let Some(pid) = running.get(&key) {
             let published = self.find(id).is_some_and(|one| !one.attachment.targets.is_empty());
@@ -195,6 +199,11 @@ impl Node {
                 Ok(daemon) => {
                     self.relay_to(id, &daemon).await?;
                     return Ok((daemon, Outcome::AlreadySo));
+                }
+                Err(qsd::Error::Outdated { what, .. }) => {
+                    // What it has acknowledged is on disk, or is flushed as it ends.
+                    warn!(volume = %id, pid, what, "replacing a daemon");
+                    self.supervisor.terminate(&key, qsd::FLUSH).await?;
                 }
                 Err(error) if published => return Err(Error::daemon(id)(error)),
                 Err(error) => warn!(volume = %id, pid, error = %Chain(&error), "killing a daemon"),

@@ -5,6 +5,8 @@
 //!        new daemon beside it (slot b), graph, export -- relay moves --> serving
 //! ```
 //!
+//! With a qcow2 layer there is only ever one daemon, and the VM waits some tens of milliseconds.
+//!
 //! The relay notes where it leads to while nothing is in flight, and that note alone says which of
 //! two daemons serves: a crash at any instant leaves one that does and one that nobody uses, which
 //! start-up ends.
@@ -16,9 +18,12 @@ use crate::{
     qsd::{self, Daemon, Launch},
     relay,
     run::DaemonKey,
-    volume::{Claim, Outcome, VolumeId},
+    volume::{Claim, Format, Outcome, VolumeId},
 };
-use std::{path::Path, time::Duration};
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
 use tracing::{info, warn};
 
 /// What became of an upgrade.
@@ -48,6 +53,7 @@ impl Node {
         let Some(Service::Up(old)) = self.find(id).map(|one| one.service) else {
             return Err(Error::NotServed(id.clone()));
         };
+        self.interrupt(id).await;
         let serving = old.key().clone();
         let next = DaemonKey { slot: serving.slot.other(), ..serving.clone() };
         let launch = self.launch(id, next.slot)?;
@@ -55,11 +61,14 @@ impl Node {
             let (outcome, stopped) = (Outcome::AlreadySo, Duration::ZERO);
             return Ok(Upgrade { outcome, daemon: old, stopped });
         }
+        if launch.layers.first().is_some_and(|active| active.format == Format::Qcow2) {
+            return self.replace_by_newest(claim, &old).await;
+        }
         self.end_other(&serving, &self.running().await?).await?;
         let launch = Launch { beside: Some(serving), ..launch };
         let daemon = launch.start(&self.supervisor).await.map_err(Error::daemon(id))?;
         crash::point("node-upgrade-beside");
-        let backend = self.config.run.daemon(&next).backend_socket();
+        let backend = self.config.run.daemon(&next).backend_socket(daemon.durability());
         let stopped = match self.relay.switch(&next.volume, &backend).await {
             Ok(stopped) => stopped,
             Err(error) => return Err(self.stay(id, &next, error).await),
@@ -70,6 +79,20 @@ impl Node {
         if let Err(error) = old.stop(&self.supervisor).await {
             warn!(volume = %id, error = %Chain(&error), "ending the daemon it moved from");
         }
+        Ok(Upgrade { outcome: Outcome::Done, daemon, stopped })
+    }
+
+    /// Two daemons cannot have a qcow2 layer open for writing, so the old one ends first. The relay
+    /// keeps what the VM asks for meanwhile.
+    async fn replace_by_newest(&self, claim: &Claim, old: &Daemon) -> Result<Upgrade, Error> {
+        let id = claim.volume();
+        let begin = Instant::now();
+        self.replace(claim, old).await?;
+        let Some(Service::Up(daemon)) = self.find(id).map(|one| one.service) else {
+            return Err(Error::NotServed(id.clone()));
+        };
+        let stopped = begin.elapsed();
+        info!(volume = %id, pid = daemon.pid(), version = daemon.version(), ?stopped, "replaced");
         Ok(Upgrade { outcome: Outcome::Done, daemon, stopped })
     }
 

@@ -10,18 +10,19 @@
 //! ```
 
 use super::{
-    Command, Durability, Monitor,
-    graph::{self, Plan, Sharing},
+    Command, Durability, Jobs, Monitor,
+    graph::{self, Plan, Reads, Sharing},
     monitor::{self, HANDSHAKE},
 };
 use crate::{
     chain::Chain,
     run::{DaemonDir, DaemonKey},
     supervisor::{self, Spawn, State},
-    volume::Layer,
+    volume::{Layer, Throttle},
 };
 use serde_json::{Value, json};
 use std::{
+    collections::BTreeMap,
     io,
     path::{Path, PathBuf},
     time::Duration,
@@ -41,6 +42,14 @@ pub enum Error {
     /// It ended before it could serve.
     #[error("qemu-storage-daemon ended at its start: {0}")]
     Ended(String),
+    /// It serves the volume, but not as the records have it by now.
+    #[error("qemu-storage-daemon {pid} {what}")]
+    Outdated {
+        /// Its process id.
+        pid: i32,
+        /// What it does instead.
+        what: String,
+    },
     /// It runs, but does not serve what it should.
     #[error("qemu-storage-daemon {pid} {what}")]
     Foreign {
@@ -62,6 +71,10 @@ pub struct Launch {
     pub dir: DaemonDir,
     /// The layers of the volume, from the active one down.
     pub layers: Vec<Layer>,
+    /// What becomes of data that is read from below the active layer.
+    pub reads: Reads,
+    /// What is let pass.
+    pub throttle: Throttle,
     /// When writes are acknowledged.
     pub durability: Durability,
     /// The daemon to take over from, which serves until then.
@@ -75,6 +88,7 @@ pub struct Daemon {
     monitor: Monitor,
     pid: i32,
     version: String,
+    durability: Durability,
     since: Instant,
 }
 
@@ -83,10 +97,13 @@ pub struct Daemon {
 const ATTEMPTS: u32 = 3;
 
 /// A daemon ends within 30 ms of being told (facts/qsd.md section 15); with much to flush, later.
-const FLUSH: Duration = Duration::from_secs(10);
+pub const FLUSH: Duration = Duration::from_secs(10);
 
 /// How often a monitor that is not there yet is tried.
 const RETRY: Duration = Duration::from_millis(1);
+
+/// A daemon that was told all: its monitor, its process id, the version it reports.
+type Started = (Monitor, i32, String);
 
 /// A daemon to be started, and what it is to be told.
 struct Start<'a> {
@@ -108,9 +125,25 @@ pub async fn start_trial(
     supervisor: &supervisor::Client,
 ) -> Result<(), Error> {
     let exclusive = dir.path();
-    let commands = graph::trial(requests_per_second, &dir.backend_socket());
+    let commands = graph::trial(requests_per_second, &dir.backend_socket(Durability::OnFlush));
     let start = Start { key, program, dir, exclusive, beside: None, commands };
     start.run(supervisor).await.map(drop)
+}
+
+/// Starts a daemon of no volume on layers that nobody has open, for work on them. It is to be
+/// stopped.
+pub async fn start_workshop(
+    key: &DaemonKey,
+    program: &Path,
+    dir: &DaemonDir,
+    layers: &[Layer],
+    supervisor: &supervisor::Client,
+) -> Result<Daemon, Error> {
+    let commands = graph::workshop(layers);
+    let start = Start { key, program, dir, exclusive: dir.path(), beside: None, commands };
+    let (monitor, pid, version) = start.run(supervisor).await?;
+    let (key, durability) = (key.clone(), Durability::OnFlush);
+    Ok(Daemon { key, monitor, pid, version, durability, since: Instant::now() })
 }
 
 impl Launch {
@@ -119,7 +152,9 @@ impl Launch {
         let active = self.layers.first().expect("a volume has a layer");
         let plan = Plan {
             layers: &self.layers,
-            socket: &self.dir.backend_socket(),
+            reads: self.reads,
+            throttle: &self.throttle,
+            socket: &self.dir.backend_socket(self.durability),
             durability: self.durability,
             sharing: if self.beside.is_some() { Sharing::Handover } else { Sharing::Alone },
         };
@@ -131,38 +166,54 @@ impl Launch {
             beside: self.beside.as_ref(),
             commands: graph::commands(plan),
         };
-        start.run(supervisor).await
+        let (monitor, pid, version) = start.run(supervisor).await?;
+        let (key, durability) = (self.key.clone(), self.durability);
+        Ok(Daemon { key, monitor, pid, version, durability, since: Instant::now() })
     }
 
     /// Takes over a daemon that runs, after a look at what it serves.
     pub async fn adopt(&self, pid: i32) -> Result<Daemon, Error> {
         let monitor = Monitor::connect(&self.dir.monitor()).await?;
         let exports = monitor.execute(Command::new("query-block-exports", json!({}))).await?;
-        let ours = |export: &Value| export["id"] == graph::VHOST_USER;
-        if !exports.as_array().is_some_and(|exports| exports.iter().any(ours)) {
-            return Err(Error::Foreign { pid, what: "has no export of the volume".to_owned() });
+        let exports: Vec<_> = exports.as_array().into_iter().flatten().collect();
+        if exports.is_empty() {
+            return Err(Error::Foreign { pid, what: "exports nothing".to_owned() });
         }
+        let own = |layer: &Layer| (layer.file.node_name(), layer.path.clone());
+        let own: BTreeMap<_, _> = self.layers.iter().map(own).collect();
         let nodes = Command::new("query-named-block-nodes", json!({ "flat": true }));
-        let nodes = monitor.execute(nodes).await?;
-        let files = graph::files_of_layers(&nodes);
-        let own: Vec<_> = self.layers.iter().map(|layer| layer.path.clone()).collect();
-        if files != own {
-            let what = format!("serves {files:?}, and the layers are {own:?}");
+        let open = graph::layers_of(&monitor.execute(nodes).await?);
+        if !open.values().any(|file| own.values().any(|own| own == file)) {
+            let what = format!("serves {open:?}, and the layers are {own:?}");
             return Err(Error::Foreign { pid, what });
         }
+        let outdated = |what: &str| Err(Error::Outdated { pid, what: what.to_owned() });
+        if open != own {
+            return outdated("has other layers");
+        }
+        if exports.len() > 1 || exports[0]["id"] != self.durability.export() {
+            return outdated("acknowledges writes at another time");
+        }
         let version = version(&monitor).await?;
-        Ok(Daemon { key: self.key.clone(), monitor, pid, version, since: Instant::now() })
+        let (key, durability) = (self.key.clone(), self.durability);
+        let daemon = Daemon { key, monitor, pid, version, durability, since: Instant::now() };
+        // Work of an earlier driver: what it moved stays moved, but nobody records an end.
+        if daemon.end_jobs().await? == Jobs::ChangedGraph {
+            return outdated("has merged layers");
+        }
+        daemon.set_throttle(&self.throttle).await?;
+        Ok(daemon)
     }
 }
 
 impl Start<'_> {
     /// An attempt that fails leaves no process. A refusal is final, and so is an end before the
     /// handshake, which has a reason; a daemon that hangs or is deaf gets another attempt.
-    async fn run(&self, supervisor: &supervisor::Client) -> Result<Daemon, Error> {
+    async fn run(&self, supervisor: &supervisor::Client) -> Result<Started, Error> {
         let mut attempt = 1;
         loop {
             let error = match self.attempt(supervisor).await {
-                Ok(daemon) => return Ok(daemon),
+                Ok(started) => return Ok(started),
                 Err(error) => error,
             };
             supervisor.kill(self.key).await?;
@@ -174,7 +225,7 @@ impl Start<'_> {
         }
     }
 
-    async fn attempt(&self, supervisor: &supervisor::Client) -> Result<Daemon, Error> {
+    async fn attempt(&self, supervisor: &supervisor::Client) -> Result<Started, Error> {
         let pid = supervisor.spawn(self.process()).await?;
         let monitor = tokio::select! {
             monitor = self.monitor() => monitor?,
@@ -184,7 +235,7 @@ impl Start<'_> {
             monitor.execute(command).await?;
         }
         let version = version(&monitor).await?;
-        Ok(Daemon { key: self.key.clone(), monitor, pid, version, since: Instant::now() })
+        Ok((monitor, pid, version))
     }
 
     /// How the daemon ended, once it does.
@@ -241,7 +292,9 @@ impl Error {
     /// Whether another attempt may end better: not after a refusal, which has a reason.
     fn may_pass(&self) -> bool {
         match self {
-            Self::Supervisor(_) | Self::Foreign { .. } | Self::Ended(_) => false,
+            Self::Supervisor(_) | Self::Foreign { .. } | Self::Outdated { .. } | Self::Ended(_) => {
+                false
+            }
             Self::Monitor(error) => match error {
                 monitor::Error::Refused { .. } => false,
                 monitor::Error::Connect(_)
@@ -281,6 +334,20 @@ impl Daemon {
     /// The QEMU version it reports.
     pub fn version(&self) -> &str {
         &self.version
+    }
+
+    /// When it acknowledges writes.
+    pub fn durability(&self) -> Durability {
+        self.durability
+    }
+
+    /// The same daemon, after its export was replaced.
+    pub(super) fn acknowledging(&self, durability: Durability) -> Self {
+        Self { durability, ..self.clone() }
+    }
+
+    pub(super) async fn execute(&self, command: Command) -> Result<Value, monitor::Error> {
+        self.monitor.execute(command).await
     }
 
     /// Ends when the daemon does, or no longer talks to us.

@@ -1,32 +1,40 @@
 //! The block graph of one daemon, as the list of QMP commands that builds it.
 //!
 //! ```text
-//! vhost-user-blk export  ->  top: throttle  ->  L0: raw  ->  file
+//! vhost-user-blk export  ->  top: throttle  ->  [cor: copy-on-read]  ->  L<n>: qcow2 or raw  ->  L<n-1>  ->  ...
+//!                                                                         |                       |
+//!                                                                        file                    file
 //! ```
 //!
 //! The export is the relay's: VMs connect to that, not to the daemon.
 //!
-//! Pure: from the layers alone, bottom-up, every node named, nothing probed. Rebuilding a graph
-//! after a crash is building it. The settings rest on facts/qsd.md: what is acknowledged when (D1,
-//! D2), one fixed iothread (D4), direct I/O with `io_uring` (section 14), the export above a throttle that
-//! never changes (section 4).
+//! Pure: from the layers alone, bottom-up, every node named, nothing probed and no header asked.
+//! Rebuilding a graph after a crash is building it. The settings rest on facts/qsd.md: what is
+//! acknowledged when (D1, D2), one fixed iothread (D4), direct I/O with `io_uring` (section 14), the
+//! export above a throttle that never changes (section 4).
 
 use super::Command;
-use crate::volume::{Format, Layer};
-use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
+use crate::volume::{Format, Layer, Throttle};
+use serde_json::{Map, Value, json};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
 
 /// The node that every export stands on.
-const TOP: &str = "top";
+pub(super) const TOP: &str = "top";
+
+/// The filter that keeps what was read once.
+const COPY_ON_READ: &str = "cor";
+
+/// What the name of every layer's node begins with.
+const LAYER: char = 'L';
 
 /// The iothread of all exports of the graph.
 const IOTHREAD: &str = "io0";
 
 /// The throttle group that `TOP` obeys.
 const THROTTLE: &str = "tg";
-
-/// The id of the vhost-user-blk export.
-pub(super) const VHOST_USER: &str = "vu";
 
 /// The virtqueues an export offers. QEMU asks for one a virtual CPU and refuses to start where the
 /// export has fewer; an unused queue costs next to nothing (measured: bench).
@@ -37,6 +45,10 @@ pub const QUEUES: u16 = 64;
 pub(super) struct Plan<'a> {
     /// The layers of the volume, from the active one down.
     pub(super) layers: &'a [Layer],
+    /// Whether what was read once is kept.
+    pub(super) reads: Reads,
+    /// What is let pass.
+    pub(super) throttle: &'a Throttle,
     /// Where to export it as a vhost-user-blk socket.
     pub(super) socket: &'a Path,
     /// When a write is acknowledged.
@@ -55,44 +67,118 @@ pub enum Durability {
     OnFlush,
 }
 
+impl Durability {
+    /// The id of the export that acknowledges so.
+    pub(super) fn export(self) -> &'static str {
+        match self {
+            Self::OnFlush => "vu",
+            Self::EachWrite => "vu-through",
+        }
+    }
+}
+
+/// What becomes of data that is read from a layer below the active one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reads {
+    /// It stays where it is.
+    Pass,
+    /// It is copied into the active layer.
+    Copy,
+}
+
 /// Who else may have the layers open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sharing {
-    /// Nobody; QEMU's own locks see to it, too.
+    /// Nobody writes them; QEMU's own locks see to it, too.
     Alone,
     /// The daemon that it is to take over from, which writes until it does: both have an image
     /// lock of their own, so this one takes none. The supervisor's lock keeps all others out.
     Handover,
 }
 
-/// The commands that build the graph.
+/// Whether a layer takes writes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Access {
+    Write,
+    Read,
+}
+
+/// The commands that build the graph and export it.
 pub(super) fn commands(plan: Plan<'_>) -> Vec<Command> {
-    let Plan { layers, socket, durability, sharing } = plan;
-    let object = |arguments| Command::new("object-add", arguments);
-    let node = |arguments| Command::new("blockdev-add", arguments);
-    let mut commands = vec![
-        object(json!({ "qom-type": "iothread", "id": IOTHREAD })),
-        object(json!({ "qom-type": "throttle-group", "id": THROTTLE, "limits": {} })),
-    ];
-    let bottom_up = layers.iter().rev().enumerate();
-    commands.extend(bottom_up.map(|(depth, layer)| node(layer_node(depth, layer, sharing))));
+    let mut commands = vec![object(json!({ "qom-type": "iothread", "id": IOTHREAD }))];
+    commands.extend(stack(plan.layers, plan.reads, plan.throttle, plan.sharing));
+    commands.push(Command::new("block-export-add", export(plan.socket, plan.durability)));
+    commands
+}
+
+/// The commands that build the graph of layers that nobody has open, for work on them.
+pub(super) fn workshop(layers: &[Layer]) -> Vec<Command> {
+    stack(layers, Reads::Pass, &Throttle::default(), Sharing::Alone)
+}
+
+fn stack(layers: &[Layer], reads: Reads, throttle: &Throttle, sharing: Sharing) -> Vec<Command> {
+    let limits = limits(throttle);
+    let mut commands =
+        vec![object(json!({ "qom-type": "throttle-group", "id": THROTTLE, "limits": limits }))];
+    let mut below: Option<String> = None;
+    for (height, layer) in layers.iter().enumerate().rev() {
+        let access = if height == 0 { Access::Write } else { Access::Read };
+        commands.push(node(layer_node(layer, below.as_deref(), access, sharing)));
+        below = Some(layer.file.node_name());
+    }
+    if reads == Reads::Copy && layers.len() > 1 {
+        commands.push(node(json!({
+            "driver": "copy-on-read",
+            "node-name": COPY_ON_READ,
+            "discard": "unmap",
+            "file": below,
+        })));
+        below = Some(COPY_ON_READ.to_owned());
+    }
     commands.push(node(json!({
         "driver": "throttle",
         "node-name": TOP,
         "throttle-group": THROTTLE,
         "discard": "unmap", // or the filter would swallow it
-        "file": layer_name(layers.len().saturating_sub(1)),
+        "file": below,
     })));
-    commands.push(Command::new("block-export-add", vhost_user(socket, durability)));
     commands
+}
+
+fn object(arguments: Value) -> Command {
+    Command::new("object-add", arguments)
+}
+
+fn node(arguments: Value) -> Command {
+    Command::new("blockdev-add", arguments)
+}
+
+/// Changes what is let pass.
+pub(super) fn set_throttle(throttle: &Throttle) -> Command {
+    let path = format!("/objects/{THROTTLE}");
+    let arguments = json!({ "path": path, "property": "limits", "value": limits(throttle) });
+    Command::new("qom-set", arguments)
+}
+
+/// Every limit, each time (facts/qsd.md section 8).
+fn limits(throttle: &Throttle) -> Value {
+    let limits: Map<_, _> =
+        throttle.qemu().map(|(name, value)| (name.to_owned(), value.into())).collect();
+    limits.into()
+}
+
+/// Adds a layer that is to be put onto another.
+pub(super) fn add_overlay(overlay: &Layer) -> Command {
+    let mut arguments = layer_node(overlay, None, Access::Write, Sharing::Alone);
+    // Without this the header would be asked (facts/qsd.md section 4).
+    arguments["backing"] = Value::Null;
+    node(arguments)
 }
 
 /// The commands that build a disk of nothing, that lets so many requests pass a second, and export
 /// it at `socket`.
 pub(super) fn trial(requests_per_second: u32, socket: &Path) -> Vec<Command> {
     let limits = json!({ "iops-total": requests_per_second });
-    let object = |arguments| Command::new("object-add", arguments);
-    let node = |arguments| Command::new("blockdev-add", arguments);
     vec![
         object(json!({ "qom-type": "iothread", "id": IOTHREAD })),
         object(json!({ "qom-type": "throttle-group", "id": THROTTLE, "limits": limits })),
@@ -102,38 +188,32 @@ pub(super) fn trial(requests_per_second: u32, socket: &Path) -> Vec<Command> {
             "throttle-group": THROTTLE,
             "file": { "driver": "null-co", "size": 1 << 20, "read-zeroes": true },
         })),
-        Command::new("block-export-add", vhost_user(socket, Durability::OnFlush)),
+        Command::new("block-export-add", export(socket, Durability::OnFlush)),
     ]
 }
 
-/// The files of the layers among a daemon's nodes, from the active one down.
-pub(super) fn files_of_layers(nodes: &Value) -> Vec<PathBuf> {
-    let file_of = |depth: usize| {
-        let mut nodes = nodes.as_array()?.iter();
-        let node = nodes.find(|node| node["node-name"] == layer_name(depth).as_str())?;
-        Some(PathBuf::from(node["file"].as_str()?))
+/// The layers among a daemon's nodes: their names and files.
+pub(super) fn layers_of(nodes: &Value) -> BTreeMap<String, PathBuf> {
+    let layer = |node: &Value| {
+        let name = node["node-name"].as_str().filter(|name| name.starts_with(LAYER))?;
+        Some((name.to_owned(), PathBuf::from(node["file"].as_str()?)))
     };
-    let mut files: Vec<_> = (0..).map_while(file_of).collect();
-    files.reverse();
-    files
-}
-
-fn layer_name(depth: usize) -> String {
-    format!("L{depth}")
+    nodes.as_array().into_iter().flatten().filter_map(layer).collect()
 }
 
 /// `cache` and `discard` must be said both of the format node and of the file below it
-/// (facts/qsd.md section 14). The file is inline, so it goes when the layer goes (section 4).
-fn layer_node(depth: usize, layer: &Layer, sharing: Sharing) -> Value {
-    let Layer { path, format: Format::Raw, .. } = layer;
-    json!({
-        "driver": "raw",
-        "node-name": layer_name(depth),
+/// (facts/qsd.md section 14). The file is inline, so it goes when the layer goes (section 4), and it
+/// is read-only or not as the layer is: work on a frozen layer reopens both.
+fn layer_node(layer: &Layer, below: Option<&str>, access: Access, sharing: Sharing) -> Value {
+    let mut node = json!({
+        "driver": layer.format.as_str(),
+        "node-name": layer.file.node_name(),
         "discard": "unmap",
+        "read-only": access == Access::Read,
         "cache": { "direct": true },
         "file": {
             "driver": "file",
-            "filename": path,
+            "filename": layer.path,
             "aio": "io_uring",
             "discard": "unmap",
             "cache": { "direct": true },
@@ -142,13 +222,18 @@ fn layer_node(depth: usize, layer: &Layer, sharing: Sharing) -> Value {
                 Sharing::Handover => "off",
             },
         },
-    })
+    });
+    match layer.format {
+        Format::Raw => {}
+        Format::Qcow2 => node["backing"] = below.into(),
+    }
+    node
 }
 
-fn vhost_user(socket: &Path, durability: Durability) -> Value {
+pub(super) fn export(socket: &Path, durability: Durability) -> Value {
     json!({
         "type": "vhost-user-blk",
-        "id": VHOST_USER,
+        "id": durability.export(),
         "node-name": TOP,
         "writable": true,
         "writethrough": durability == Durability::EachWrite,
@@ -162,26 +247,46 @@ fn vhost_user(socket: &Path, durability: Durability) -> Value {
 #[cfg(test)]
 mod test {
     use super::*;
-    use crate::units::Bytes;
+    use crate::{units::Bytes, volume::LayerId};
 
-    fn built(durability: Durability) -> Vec<Command> {
-        let layer = Layer {
-            path: "/pool/layers/a.raw".into(),
-            format: Format::Raw,
-            size: Bytes::gib(1),
-            allocated: Bytes::ZERO,
-        };
+    fn layer(format: Format) -> Layer {
+        let id = LayerId::draw();
+        let path = format!("/pool/layers/{id}").into();
+        Layer { id, file: id, path, format, size: Bytes::gib(1) }
+    }
+
+    fn built(layers: &[Layer], reads: Reads, durability: Durability) -> Vec<Command> {
         let (sharing, socket) = (Sharing::Alone, Path::new("/run/back.sock"));
-        commands(Plan { layers: &[layer], socket, durability, sharing })
+        let throttle = &Throttle::default();
+        commands(Plan { layers, reads, throttle, socket, durability, sharing })
     }
 
     #[test]
     fn a_graph_is_built_bottom_up_from_named_nodes() {
-        let commands = built(Durability::OnFlush);
+        let layers = [layer(Format::Qcow2), layer(Format::Qcow2), layer(Format::Raw)];
+        let [active, middle, bottom] = layers.each_ref().map(|layer| layer.file.node_name());
+        let commands = built(&layers, Reads::Copy, Durability::OnFlush);
         let nodes = commands.iter().filter(|command| command.name == "blockdev-add");
-        let names: Vec<_> = nodes.map(|node| node.arguments["node-name"].clone()).collect();
-        assert_eq!(names, ["L0", "top"]);
+        let nodes: Vec<_> = nodes.map(|node| &node.arguments).collect();
+        let told = |key: &str| nodes.iter().map(|node| node[key].clone()).collect::<Vec<_>>();
+        assert_eq!(told("node-name"), [&*bottom, &*middle, &*active, "cor", "top"]);
+        assert_eq!(told("backing")[..3], [Value::Null, bottom.into(), middle.into()]);
+        assert_eq!(told("read-only")[..3], [true, true, false]);
+        assert_eq!(nodes[3]["file"], active);
+        assert_eq!(nodes[4]["file"], "cor");
         assert_eq!(commands.last().unwrap().name, "block-export-add");
+    }
+
+    #[test]
+    fn nothing_is_copied_on_read_where_there_is_nothing_below() {
+        let commands = built(&[layer(Format::Raw)], Reads::Copy, Durability::OnFlush);
+        assert!(commands.iter().all(|command| command.arguments["driver"] != "copy-on-read"));
+    }
+
+    #[test]
+    fn an_overlay_is_added_without_asking_its_header() {
+        let overlay = add_overlay(&layer(Format::Qcow2));
+        assert_eq!(overlay.arguments.get("backing"), Some(&Value::Null));
     }
 
     #[test]
@@ -191,10 +296,10 @@ mod test {
             { "node-name": "#block123", "file": "/b" },
             { "node-name": "L1", "file": "/b" },
             { "node-name": "L0", "file": "/a" },
-            { "node-name": "L3", "file": "/x" },
         ]);
-        assert_eq!(files_of_layers(&nodes), [Path::new("/b"), Path::new("/a")]);
-        assert!(files_of_layers(&json!({})).is_empty());
+        let layers: Vec<_> = layers_of(&nodes).into_iter().collect();
+        assert_eq!(layers, [("L0".to_owned(), "/a".into()), ("L1".to_owned(), "/b".into())]);
+        assert!(layers_of(&json!({})).is_empty());
     }
 
     #[test]
@@ -202,7 +307,7 @@ mod test {
         for (durability, writethrough) in
             [(Durability::EachWrite, true), (Durability::OnFlush, false)]
         {
-            let commands = built(durability);
+            let commands = built(&[layer(Format::Raw)], Reads::Pass, durability);
             let export = commands.iter().find(|command| command.name == "block-export-add");
             let export = export.unwrap();
             assert_eq!(export.arguments["writethrough"], writethrough);

@@ -101,6 +101,14 @@ impl Client {
         self.done(Request::Forget(key.clone())).await
     }
 
+    /// Lets a daemon flush and end, and waits until it is gone; one that does not end in time is
+    /// killed.
+    pub async fn terminate(&self, key: &DaemonKey, limit: Duration) -> Result<(), Error> {
+        self.done(Request::Signal { key: key.clone(), signal: Signal::Terminate }).await?;
+        _ = timeout(limit, self.wait(key)).await;
+        self.kill(key).await
+    }
+
     /// Waits until the daemon is gone.
     pub async fn wait(&self, key: &DaemonKey) -> Result<(), Error> {
         self.done(Request::Wait(key.clone())).await

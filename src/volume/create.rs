@@ -1,13 +1,23 @@
-//! Creation of a blank volume.
+//! Creation of a volume: blank, or on a snapshot or another volume.
+//!
+//! ```text
+//! begin: intent -- (overlay on the source volume) | freeze, by the node | finish: layer, its record -- Ready
+//! ```
+//!
+//! A crash before the end leaves a record in phase `Creating`, which start-up takes back; a failure
+//! takes back at once.
 
 use super::{
-    AccessMode, Claim, Entry, Error, LayerId, Outcome, Parameters, SizeRange, Volume, VolumeId,
-    Volumes, record,
-    record::{LayerRecord, Phase, VolumeRecord},
+    AccessMode, Begun, Claim, Content, CopyMode, Error, Format, Freeze, LayerId, Outcome,
+    Parameters, SizeRange, Throttle, Volume, VolumeId, Volumes, record,
+    record::{Detach, LayerRecord, Phase, VolumeRecord},
+    state::{Hold, Kept},
 };
 use crate::{
+    chain::Chain,
     crash,
-    pool::{self, Pool},
+    pool::{self, Kind, Pool},
+    store,
     units::Bytes,
 };
 use std::{collections::BTreeSet, sync::Arc};
@@ -21,27 +31,162 @@ pub struct NewVolume {
     pub size: SizeRange,
     /// Parameters, checked.
     pub parameters: Parameters,
+    /// The limits it begins with.
+    pub throttle: Throttle,
     /// How it will be used.
     pub access_modes: BTreeSet<AccessMode>,
+    /// What to make it from, if not blank.
+    pub content: Option<Content>,
+}
+
+/// A volume that is being created.
+#[derive(Debug)]
+pub struct Creation {
+    id: VolumeId,
+    pool: Arc<Pool>,
+    intent: VolumeRecord,
+    base: Option<Base>,
+}
+
+/// What a new volume stands on.
+#[derive(Debug)]
+enum Base {
+    /// A layer that is frozen already.
+    Frozen(Hold),
+    /// The active layer of another volume, which is to be frozen first.
+    Active(Freeze),
+}
+
+/// Where a new volume goes, and on what.
+struct Place {
+    pool: Arc<Pool>,
+    size: Bytes,
+    base: Option<Base>,
+}
+
+impl Creation {
+    /// The active layer of another volume that is to be frozen before the creation is finished.
+    pub fn freeze(&self) -> Option<&Freeze> {
+        match &self.base {
+            Some(Base::Active(freeze)) => Some(freeze),
+            Some(Base::Frozen(_)) | None => None,
+        }
+    }
+}
+
+impl Base {
+    fn layer(&self) -> LayerId {
+        match self {
+            Self::Frozen(hold) => hold.layer(),
+            Self::Active(freeze) => freeze.frozen(),
+        }
+    }
 }
 
 impl Volumes {
-    /// Creates a volume, or finds the one that an earlier call with the same wishes created.
-    ///
-    /// Intent, layer, record of the layer, result: a crash between any two leaves a record in
-    /// phase `Creating`, which start-up takes back; a failure takes back at once.
-    pub fn create(&self, claim: &Claim, new: NewVolume) -> Result<(Volume, Outcome), Error> {
+    /// Begins to create a volume, or finds the one that an earlier call with the same wishes
+    /// created. The volume it is made from is claimed by the caller.
+    pub fn begin_creation(
+        &self,
+        claim: &Claim,
+        new: NewVolume,
+    ) -> Result<Begun<Volume, Creation>, Error> {
         let id = claim.volume();
         debug_assert_eq!(*id, VolumeId::of_name(&new.name), "the claim is for this name");
         let pools = self.candidates(new.parameters.pool())?;
         if let Some(volume) = self.existing(id, &new)? {
-            return Ok((volume, Outcome::AlreadySo));
+            return Ok(Begun::Exists(volume));
         }
         self.finish_deletion(id)?;
-        let pool = roomiest(&pools, new.size.chosen())?;
-        let volume = make(&pool, id, new).map_err(Error::pool(id))?;
-        self.index().insert(id.clone(), Entry::Volume(volume.clone()));
-        Ok((volume, Outcome::Done))
+        let Place { pool, size, base } = self.place(&pools, &new)?;
+        let creation =
+            Creation { id: id.clone(), pool, intent: new.intent(size, base.as_ref()), base };
+        match self.record_intent(&creation).map_err(Error::pool(id)) {
+            Ok(()) => Ok(Begun::New(creation)),
+            Err(error) => {
+                self.abandon_creation(claim, creation);
+                Err(error)
+            }
+        }
+    }
+
+    /// Makes the layer of a volume whose source is frozen by now. Afterwards it is usable.
+    pub fn finish_creation(&self, claim: &Claim, creation: Creation) -> Result<Volume, Error> {
+        debug_assert_eq!(claim.volume(), &creation.id, "the claim is for this volume");
+        if let Err(error) = self.make_volume(&creation).map_err(Error::pool(&creation.id)) {
+            self.abandon_creation(claim, creation);
+            return Err(error);
+        }
+        self.find(&creation.id)
+    }
+
+    /// Takes back a creation that goes no further.
+    pub fn abandon_creation(&self, claim: &Claim, creation: Creation) {
+        debug_assert_eq!(claim.volume(), &creation.id, "the claim is for this volume");
+        let Creation { id, pool, intent, base } = creation;
+        let layer = base.as_ref().map(Base::layer);
+        drop(base); // what is held cannot be reclaimed
+        if let Err(error) = self.take_back_volume(&pool, &id, &intent, layer) {
+            tracing::warn!(volume = %id, error = %Chain(&error), "taking back a creation: start-up will finish it");
+        }
+    }
+
+    /// Removes what a creation made, however far it came, and its record last.
+    pub(super) fn take_back_volume(
+        &self,
+        pool: &Arc<Pool>,
+        id: &VolumeId,
+        intent: &VolumeRecord,
+        base: Option<LayerId>,
+    ) -> Result<(), pool::Error> {
+        let Phase::Creating { active, overlay } = intent.phase else { return Ok(()) };
+        if let (Some(overlay), Some(Content::Volume(source))) = (overlay, &intent.content) {
+            self.discard_overlay(pool, source, overlay)?;
+        }
+        let kept = self.state.lock().layers.get(&active).map(|layer| layer.record.clone());
+        let base = base.or(kept.and_then(|record| record.parent));
+        self.forget_layer(pool, active)?;
+        // The snapshot that it stood on may have been deleted meanwhile.
+        if let Some(base) = base {
+            self.reclaim(base)?;
+        }
+        let path = pool.record(Kind::Volume, id);
+        store::remove(&path).map_err(|source| pool.store(source))
+    }
+
+    fn record_intent(&self, creation: &Creation) -> Result<(), pool::Error> {
+        let Creation { id, pool, intent, base } = creation;
+        record(pool, &pool.record(Kind::Volume, id), intent)?;
+        crash::point("volume-create-intent");
+        match base {
+            Some(Base::Active(freeze)) => self.make_overlay(freeze),
+            Some(Base::Frozen(_)) | None => Ok(()),
+        }
+    }
+
+    fn make_volume(&self, creation: &Creation) -> Result<(), pool::Error> {
+        let Creation { id, pool, intent, base } = creation;
+        let active = intent.phase.active();
+        let layer = match base {
+            None => {
+                let format = intent.parameters.format().unwrap_or(Format::Raw);
+                LayerRecord::bottom(format, intent.size)
+            }
+            Some(base) => LayerRecord {
+                detach: intent.detach(),
+                ..LayerRecord::overlay(base.layer(), intent.size)
+            },
+        };
+        pool.create_layer(active, layer.format, layer.size)?;
+        crash::point("volume-create-layer");
+        self.add_layer(pool, active, layer)?;
+        crash::point("volume-create-layer-record");
+        let ready = intent.in_phase(Phase::Ready { active });
+        record(pool, &pool.record(Kind::Volume, id), &ready)?;
+        let kept = Kept::Usable { pool: pool.clone(), record: ready };
+        self.state.lock().volumes.insert(id.clone(), kept);
+        crash::point("volume-create-done");
+        Ok(())
     }
 
     /// The volume of this id if there is one that `new` would do with.
@@ -56,12 +201,106 @@ impl Volumes {
             None => Ok(Some(volume)),
         }
     }
+
+    fn place(&self, pools: &[Arc<Pool>], new: &NewVolume) -> Result<Place, Error> {
+        let Some(content) = &new.content else {
+            let size = new.size.chosen();
+            let pool = self.roomiest(pools, size)?;
+            return Ok(Place { pool, size, base: None });
+        };
+        if new.parameters.copy_mode() == CopyMode::None {
+            return Err(Error::NotASource(content.clone()));
+        }
+        let (pool, least, base) = self.base(content)?;
+        let size = new
+            .size
+            .chosen_for(least)
+            .ok_or_else(|| Error::SmallerThanSource { content: content.clone(), size: least })?;
+        if !pools.iter().any(|one| one.name() == pool.name()) {
+            let (content, pool) = (content.clone(), pool.name().clone());
+            return Err(Error::SourceElsewhere { content, pool });
+        }
+        self.roomiest(std::slice::from_ref(&pool), size)?;
+        Ok(Place { pool, size, base: Some(base) })
+    }
+
+    /// What a volume is to stand on: its pool and its size, too.
+    fn base(&self, content: &Content) -> Result<(Arc<Pool>, Bytes, Base), Error> {
+        match content {
+            Content::Snapshot(id) => {
+                let snapshot = self.snapshot(id)?;
+                let hold = self.state.hold(snapshot.layer());
+                // It may have been deleted since it was found.
+                self.snapshot(id)?;
+                let hold = hold.ok_or_else(|| Error::NoSnapshot(id.clone()))?;
+                Ok((snapshot.pool_itself(), snapshot.size(), Base::Frozen(hold)))
+            }
+            Content::Volume(id) => {
+                let freeze = self.plan_freeze(id)?;
+                Ok((freeze.pool().clone(), freeze.size(), Base::Active(freeze)))
+            }
+        }
+    }
+
+    /// Of these pools the one with most room, if `size` fits into it.
+    fn roomiest(&self, pools: &[Arc<Pool>], size: Bytes) -> Result<Arc<Pool>, Error> {
+        let mut largest = Bytes::ZERO;
+        let mut best: Option<(Bytes, &Arc<Pool>)> = None;
+        for pool in pools {
+            let space = self.promised(pool.space().map_err(Error::Capacity)?);
+            largest = largest.max(space.total);
+            if best.is_none_or(|(free, _)| space.free > free) {
+                best = Some((space.free, pool));
+            }
+        }
+        match best {
+            Some((free, pool)) if size <= free => Ok(pool.clone()),
+            Some((free, pool)) if size <= largest => {
+                Err(Error::PoolFull { pool: pool.name().clone(), size, free })
+            }
+            Some(_) | None => Err(Error::TooLarge { size, total: largest }),
+        }
+    }
+}
+
+impl NewVolume {
+    fn intent(self, size: Bytes, base: Option<&Base>) -> VolumeRecord {
+        let overlay = match base {
+            Some(Base::Active(freeze)) => Some(freeze.overlay()),
+            Some(Base::Frozen(_)) | None => None,
+        };
+        VolumeRecord {
+            version: store::Version,
+            name: self.name,
+            size,
+            parameters: self.parameters,
+            access_modes: self.access_modes,
+            content: self.content,
+            throttle: self.throttle,
+            phase: Phase::Creating { active: LayerId::draw(), overlay },
+        }
+    }
+}
+
+impl VolumeRecord {
+    /// How the layer of a new volume is to be made independent, if it is.
+    fn detach(&self) -> Option<Detach> {
+        let bytes_per_second = self.parameters.clone_speed();
+        (self.parameters.copy_mode() == CopyMode::Clone).then_some(Detach { bytes_per_second })
+    }
 }
 
 /// In what an existing volume is not what is wanted now, with both values.
 fn difference(old: &VolumeRecord, new: &NewVolume) -> Option<String> {
     if old.name != new.name {
         return Some(format!("name: {:?}, not {:?}", old.name, new.name));
+    }
+    if old.content != new.content {
+        let text = |content: &Option<Content>| {
+            content.as_ref().map_or_else(|| "nothing".to_owned(), ToString::to_string)
+        };
+        let (old, new) = (text(&old.content), text(&new.content));
+        return Some(format!("volume_content_source: {old}, not {new}"));
     }
     if !new.size.accepts(old.size) {
         let (old, new) = (old.size.count(), new.size.chosen().count());
@@ -78,55 +317,12 @@ fn difference(old: &VolumeRecord, new: &NewVolume) -> Option<String> {
     None
 }
 
-/// Of these pools the one with most room, if `size` fits into it.
-fn roomiest(pools: &[Arc<Pool>], size: Bytes) -> Result<Arc<Pool>, Error> {
-    let mut largest = Bytes::ZERO;
-    let mut best: Option<(Bytes, &Arc<Pool>)> = None;
-    for pool in pools {
-        let space = pool.space().map_err(Error::Capacity)?;
-        largest = largest.max(space.total);
-        if best.is_none_or(|(free, _)| space.free > free) {
-            best = Some((space.free, pool));
+impl<Found, New> Begun<Found, New> {
+    /// What a call did that ended there, or goes on from there.
+    pub fn outcome(&self) -> Outcome {
+        match self {
+            Self::Exists(_) => Outcome::AlreadySo,
+            Self::New(_) => Outcome::Done,
         }
     }
-    match best {
-        Some((free, pool)) if size <= free => Ok(pool.clone()),
-        Some((free, pool)) if size <= largest => {
-            Err(Error::PoolFull { pool: pool.name().clone(), size, free })
-        }
-        Some(_) | None => Err(Error::TooLarge { size, total: largest }),
-    }
-}
-
-fn make(pool: &Arc<Pool>, id: &VolumeId, new: NewVolume) -> Result<Volume, pool::Error> {
-    let (active, size) = (LayerId::draw(), new.size.chosen());
-    let intent = VolumeRecord::new(
-        new.name,
-        size,
-        new.parameters,
-        new.access_modes,
-        Phase::Creating { active },
-    );
-    let volume = Volume {
-        id: id.clone(),
-        pool: pool.clone(),
-        record: intent.in_phase(Phase::Ready { active }),
-    };
-    let steps = || {
-        record(pool, &pool.volume_record(id), &intent)?;
-        crash::point("volume-create-intent");
-        pool.create_layer(active, size)?;
-        crash::point("volume-create-layer");
-        record(pool, &pool.layer_record(active), &LayerRecord::raw(size))?;
-        crash::point("volume-create-layer-record");
-        record(pool, &pool.volume_record(id), &volume.record)?;
-        crash::point("volume-create-done");
-        Ok(())
-    };
-    steps().inspect_err(|_| {
-        if let Err(error) = volume.remove(pool.volume_record(id)) {
-            tracing::warn!(volume = %id, %error, "taking back a creation: start-up will finish it");
-        }
-    })?;
-    Ok(volume)
 }

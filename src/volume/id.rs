@@ -61,6 +61,12 @@ name! {
 }
 
 name! {
+    /// A snapshot id as we issue it: also the name of its record, so it is safe as a file name.
+    SnapshotId, "snapshot id", is_id,
+    "ours have 1 to 63 characters of a-z, 0-9, '.' and '-' and begin with a letter or digit"
+}
+
+name! {
     /// The name of a pool, as the `pool` parameter has it.
     PoolName, "pool name",
     |text| has_length(text, 63) && text.bytes().all(|byte| byte == b'-' || is_alphanumeric(byte)),
@@ -109,7 +115,22 @@ impl LayerId {
     pub(crate) fn draw() -> Self {
         Self(uuid::Uuid::new_v4())
     }
+
+    /// The name of the run directory of whoever works on this layer for no volume.
+    pub fn run_key(self) -> RunKey {
+        RunKey(self.0.simple().to_string())
+    }
+
+    /// The name of the node of this layer's file in a block graph: `L` and 30 of the 32 hex digits
+    /// of the id, as a node name has less than 32 characters (facts/qsd.md section 1).
+    pub fn node_name(self) -> String {
+        let digits = self.0.simple().to_string();
+        format!("L{}", &digits[..NODE_DIGITS])
+    }
 }
+
+/// The hex digits of a layer id that fit into a node name.
+const NODE_DIGITS: usize = 30;
 
 impl FromStr for LayerId {
     type Err = uuid::Error;
@@ -128,21 +149,32 @@ impl fmt::Display for LayerId {
 const DIGITS: usize = 32;
 
 impl VolumeId {
-    /// The id of the volume with this CSI name: the name itself where it can be one, else `x-` and
-    /// 32 hex digits of its SHA-256.
-    ///
-    /// A name that already looks like such a digest is digested too, or it could meet another's.
+    /// The id of the volume with this CSI name.
     pub fn of_name(name: &str) -> Self {
-        if is_id(name) && !is_digest(name) {
-            return Self(name.to_owned());
-        }
-        Self(format!("x-{}", hex_digest(name, DIGITS)))
+        Self(id_of_name(name))
     }
 
     /// The name of the volume's run directory and of its daemon.
     pub fn run_key(&self) -> RunKey {
         RunKey(hex_digest(&self.0, RunKey::LENGTH))
     }
+}
+
+impl SnapshotId {
+    /// The id of the snapshot with this CSI name.
+    pub fn of_name(name: &str) -> Self {
+        Self(id_of_name(name))
+    }
+}
+
+/// The name itself where it can be an id, else `x-` and 32 hex digits of its SHA-256.
+///
+/// A name that already looks like such a digest is digested too, or it could meet another's.
+fn id_of_name(name: &str) -> String {
+    if is_id(name) && !is_digest(name) {
+        return name.to_owned();
+    }
+    format!("x-{}", hex_digest(name, DIGITS))
 }
 
 fn hex_digest(text: &str, digits: usize) -> String {

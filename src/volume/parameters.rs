@@ -1,6 +1,6 @@
 //! What a caller may say of a volume: `StorageClass` parameters, sizes and access modes.
 
-use super::{InvalidName, PoolName};
+use super::{Format, InvalidName, PoolName, Throttle};
 use crate::units::Bytes;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -21,6 +21,24 @@ pub struct Parameters {
     given: BTreeMap<String, String>,
     pool: Option<PoolName>,
     cache: Cache,
+    format: Option<Format>,
+    copy_mode: CopyMode,
+    clone_speed: Bytes,
+    throttle: Throttle,
+}
+
+/// How a volume stands to what it was made from: parameter `copyMode`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CopyMode {
+    /// It is the source.
+    None,
+    /// It keeps what is written; all else is read from the source.
+    #[default]
+    CopyOnWrite,
+    /// It also keeps what was read once.
+    CopyOnRead,
+    /// It is copied in the background until nothing of the source is needed.
+    Clone,
 }
 
 /// When a write of a guest is acknowledged: parameter `cache`.
@@ -41,8 +59,35 @@ pub enum Cache {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ParameterError {
     /// No such key.
-    #[error("parameters: unknown key {0:?}; known are pool, publish, format and cache")]
+    #[error(
+        "parameters: unknown key {0:?}; known are pool, publish, format, cache, copyMode, \
+         cloneBytesPerSecond and the limits (iops, bytesPerSecond, ...)"
+    )]
     Unknown(String),
+    /// The key cannot be changed, or there is no such key.
+    #[error(
+        "mutable_parameters: {0:?} is no limit; there are iops, iopsRead, iopsWrite, \
+         bytesPerSecond, bytesPerSecondRead, bytesPerSecondWrite, and each with Max for a burst"
+    )]
+    NotMutable(String),
+    /// Two limits that QEMU does not take together.
+    #[error("{total} and {part} cannot both be set; set {total} to 0, or not {part}")]
+    Exclusive {
+        /// The limit of both directions.
+        total: &'static str,
+        /// The limit of one.
+        part: &'static str,
+    },
+    /// A burst below what it may exceed, or without that.
+    #[error("{key} is {value}, and {base} must be set and no more than that")]
+    Burst {
+        /// The key of the burst.
+        key: &'static str,
+        /// Its value.
+        value: u64,
+        /// The key of the limit.
+        base: &'static str,
+    },
     /// The key is ours, its value is not.
     #[error("parameters: {key} is {value:?}, and must be {expected}")]
     Value {
@@ -52,6 +97,16 @@ pub enum ParameterError {
         value: String,
         /// What would do.
         expected: &'static str,
+    },
+    /// The key is ours, its value is none of those there are.
+    #[error("parameters: {key} is {value:?}, and must be one of {}", expected.join(", "))]
+    OneOf {
+        /// The key.
+        key: &'static str,
+        /// What was given.
+        value: String,
+        /// What would do.
+        expected: Vec<&'static str>,
     },
     /// The pool cannot be one.
     #[error("parameters: pool")]
@@ -69,6 +124,26 @@ impl Parameters {
         self.cache
     }
 
+    /// The format a blank volume was asked for in, if any.
+    pub fn format(&self) -> Option<Format> {
+        self.format
+    }
+
+    /// How it stands to its source.
+    pub fn copy_mode(&self) -> CopyMode {
+        self.copy_mode
+    }
+
+    /// Bytes a second that a clone is copied with at most; 0: as fast as can be.
+    pub fn clone_speed(&self) -> Bytes {
+        self.clone_speed
+    }
+
+    /// The limits it begins with.
+    pub fn throttle(&self) -> &Throttle {
+        &self.throttle
+    }
+
     /// The parameters as they were given, without those that are not ours.
     pub fn given(&self) -> &BTreeMap<String, String> {
         &self.given
@@ -80,17 +155,22 @@ impl TryFrom<BTreeMap<String, String>> for Parameters {
 
     fn try_from(given: BTreeMap<String, String>) -> Result<Self, ParameterError> {
         let mut parameters = Self::default();
+        let mut limits = BTreeMap::new();
         for (key, value) in given {
             match key.as_str() {
                 "pool" => parameters.pool = Some(value.parse()?),
                 "publish" => only("publish", &value, "vhost-user")?,
-                "cache" => parameters.cache = cache(&value)?,
-                "format" => only("format", &value, "raw")?,
+                "cache" => parameters.cache = one_of("cache", &value, &CACHES)?,
+                "format" => parameters.format = Some(one_of("format", &value, &FORMATS)?),
+                "copyMode" => parameters.copy_mode = one_of("copyMode", &value, &COPY_MODES)?,
+                "cloneBytesPerSecond" => parameters.clone_speed = clone_speed(&value)?,
+                _ if Throttle::is_key(&key) => _ = limits.insert(key.clone(), value.clone()),
                 _ if key.starts_with(RESERVED) => continue,
                 _ => return Err(ParameterError::Unknown(key)),
             }
             parameters.given.insert(key, value);
         }
+        parameters.throttle = Throttle::default().with(&limits)?;
         Ok(parameters)
     }
 }
@@ -101,16 +181,37 @@ impl From<Parameters> for BTreeMap<String, String> {
     }
 }
 
-fn cache(value: &str) -> Result<Cache, ParameterError> {
-    match value {
-        "auto" => Ok(Cache::Auto),
-        "writethrough" => Ok(Cache::Writethrough),
-        "writeback" => Ok(Cache::Writeback),
-        _ => {
-            let expected = "auto, writethrough or writeback";
-            Err(ParameterError::Value { key: "cache", value: value.to_owned(), expected })
-        }
-    }
+const CACHES: [(&str, Cache); 3] =
+    [("auto", Cache::Auto), ("writethrough", Cache::Writethrough), ("writeback", Cache::Writeback)];
+
+const FORMATS: [(&str, Format); 2] = [("raw", Format::Raw), ("qcow2", Format::Qcow2)];
+
+const COPY_MODES: [(&str, CopyMode); 4] = [
+    ("none", CopyMode::None),
+    ("copy-on-write", CopyMode::CopyOnWrite),
+    ("copy-on-read", CopyMode::CopyOnRead),
+    ("clone", CopyMode::Clone),
+];
+
+fn one_of<T: Copy>(
+    key: &'static str,
+    value: &str,
+    known: &[(&'static str, T)],
+) -> Result<T, ParameterError> {
+    let found = known.iter().find(|(name, _)| *name == value);
+    found.map(|(_, meaning)| *meaning).ok_or_else(|| ParameterError::OneOf {
+        key,
+        value: value.to_owned(),
+        expected: known.iter().map(|(name, _)| *name).collect(),
+    })
+}
+
+fn clone_speed(value: &str) -> Result<Bytes, ParameterError> {
+    value.parse().map_err(|_| ParameterError::Value {
+        key: "cloneBytesPerSecond",
+        value: value.to_owned(),
+        expected: "bytes a second such as 100Mi; 0 for no limit",
+    })
 }
 
 fn only(key: &'static str, value: &str, expected: &'static str) -> Result<(), ParameterError> {
@@ -141,6 +242,44 @@ impl AccessMode {
             Self::SingleNodeSingleWriter => "SINGLE_NODE_SINGLE_WRITER",
             Self::SingleNodeMultiWriter => "SINGLE_NODE_MULTI_WRITER",
         }
+    }
+}
+
+/// How much more than what is free a pool may promise: volumes take no space until written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Overcommit {
+    hundredths: u64,
+}
+
+impl Overcommit {
+    /// No more than what is free.
+    pub const NONE: Self = Self { hundredths: 100 };
+
+    /// What may be promised of so much.
+    pub(super) fn of(self, space: Bytes) -> Bytes {
+        let promised = u128::from(space.count()) * u128::from(self.hundredths) / 100;
+        let most = u64::MAX >> 1; // CSI's sizes are signed
+        Bytes::new(u64::try_from(promised).unwrap_or(most).min(most))
+    }
+}
+
+/// A factor such as `1.5` or `20`.
+impl std::str::FromStr for Overcommit {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (whole, fraction) = text.split_once('.').unwrap_or((text, "0"));
+        let digits = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
+        let plain =
+            !fraction.is_empty() && fraction.len() <= 2 && digits(whole) && digits(fraction);
+        let hundredths = || {
+            let fraction: u64 = format!("{fraction:0<2}").parse().ok()?;
+            whole.parse::<u64>().ok()?.checked_mul(100)?.checked_add(fraction)
+        };
+        let found = if plain { hundredths() } else { None };
+        let found = found.filter(|found| (100..=1_000_000).contains(found));
+        let found = found.ok_or("write a factor from 1 to 10000, such as 1.5 or 20")?;
+        Ok(Self { hundredths: found })
     }
 }
 
@@ -218,6 +357,14 @@ impl SizeRange {
         self.chosen
     }
 
+    /// The size for a volume made from a source of `size`, where there is one: no smaller than
+    /// that, and as large where nothing was required.
+    pub fn chosen_for(&self, source: Bytes) -> Option<Bytes> {
+        let asked = if self.required == Bytes::ZERO { source } else { self.chosen };
+        let fits = asked >= source && self.accepts(asked);
+        fits.then(|| asked.round_up(GRAIN)).flatten()
+    }
+
     /// Whether a volume of `size` would do.
     pub fn accepts(&self, size: Bytes) -> bool {
         size >= self.required && self.limit.is_none_or(|limit| size <= limit)
@@ -252,7 +399,10 @@ mod test {
         for (key, value, text) in [
             ("Pool", "a", "unknown key \"Pool\""),
             ("publish", "filesystem", "publish is \"filesystem\""),
-            ("format", "qcow2", "format is \"qcow2\""),
+            ("format", "vmdk", "format is \"vmdk\""),
+            ("copyMode", "full", "copyMode is \"full\""),
+            ("cloneBytesPerSecond", "fast", "cloneBytesPerSecond is \"fast\""),
+            ("iops", "many", "iops is \"many\""),
             ("cache", "none", "cache is \"none\""),
         ] {
             let error = parameters(&[(key, value)]).unwrap_err();

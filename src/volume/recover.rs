@@ -1,119 +1,290 @@
 //! Start-up: every record is driven to rest before the first call is served.
 
 use super::{
-    Entry, PoolName, Volume, VolumeId, Volumes,
-    delete::condemned,
-    record::{LayerRecord, Phase, VolumeRecord},
+    Format, LayerId, Overcommit, SnapshotId, VolumeId, Volumes,
+    layer::Layer,
+    record::{Cut, LayerRecord, Phase, SnapshotRecord, VolumeRecord},
+    state::{Kept, KeptLayer, Shared, State, file_of},
 };
 use crate::{
     chain::Chain,
-    pool::{self, Pool},
-    store,
+    pool::{self, Kind, Pool},
+    qcow2, store,
+    units::Bytes,
 };
 use std::{
-    collections::{BTreeMap, BTreeSet},
-    fs,
+    collections::BTreeSet,
+    fs::{self, File},
     path::Path,
-    sync::{Arc, Mutex},
+    sync::Arc,
 };
 use tracing::{error, info, warn};
 
 impl Volumes {
-    /// Takes stock of these pools: broken-off creations are taken back, broken-off deletions
-    /// driven on. What makes no sense is reported and left alone.
-    pub fn recover(pools: Vec<Arc<Pool>>) -> Result<Self, pool::Error> {
-        let mut index = BTreeMap::new();
-        for pool in &pools {
-            for (id, entry) in volumes_of(pool)? {
-                if let Some(other) = index.insert(id.clone(), entry) {
-                    let damaged = claimed_twice(&id, pool.name(), &other);
-                    index.insert(id, damaged);
+    /// Takes stock of these pools: what broke off is taken back or driven on. What makes no sense
+    /// is reported and left alone.
+    pub fn recover(pools: Vec<Arc<Pool>>, overcommit: Overcommit) -> Result<Self, pool::Error> {
+        let volumes = Self { pools, overcommit, state: Shared::default() };
+        for pool in &volumes.pools {
+            let mut state = volumes.state.lock();
+            read_layers(&mut state, pool)?;
+            read_volumes(&mut state, pool)?;
+            read_snapshots(&mut state, pool)?;
+        }
+        for pool in &volumes.pools {
+            volumes.settle_layers(pool)?;
+            volumes.settle_deletions(pool)?;
+            volumes.settle_snapshots(pool)?;
+            volumes.settle_volumes(pool);
+        }
+        volumes.check_images();
+        volumes.report_strays()?;
+        Ok(volumes)
+    }
+
+    /// Drives on removals and merges that broke off.
+    fn settle_layers(&self, pool: &Arc<Pool>) -> Result<(), pool::Error> {
+        let has_leftovers = |(id, layer): (&LayerId, &KeptLayer)| {
+            (layer.pool.name() == pool.name() && layer.record.leftovers.is_some()).then_some(*id)
+        };
+        let merged: Vec<_> = self.state.lock().layers.iter().filter_map(has_leftovers).collect();
+        for id in merged {
+            report(&format!("merge of layer {id}"), self.clear_leftovers(id));
+        }
+        for (path, stem) in pool.records(Kind::DeletingLayer)? {
+            let Ok(id) = stem.parse::<LayerId>() else { continue };
+            if self.state.lock().unclear.contains(pool.name()) {
+                warn!(layer = %id, "its removal waits: a record of the pool cannot be read");
+                continue;
+            }
+            match load::<LayerRecord>(&path) {
+                Ok(record) => {
+                    let removed = self.finish_removal(pool, id, &record);
+                    report(&format!("removal of layer {id}"), removed);
+                }
+                Err(reason) => error!(layer = %id, reason, "left alone"),
+            }
+        }
+        Ok(())
+    }
+
+    /// Drives on deletions that broke off.
+    fn settle_deletions(&self, pool: &Arc<Pool>) -> Result<(), pool::Error> {
+        for (_, stem) in pool.records(Kind::DeletingVolume)? {
+            let Ok(id) = VolumeId::try_from(stem) else { continue };
+            report(&format!("deletion of volume {id}"), self.remove_volume(pool, &id));
+        }
+        for (_, stem) in pool.records(Kind::DeletingSnapshot)? {
+            let Ok(id) = SnapshotId::try_from(stem) else { continue };
+            report(&format!("deletion of snapshot {id}"), self.remove_snapshot(pool, &id));
+        }
+        Ok(())
+    }
+
+    /// A snapshot whose volume stands on the overlay already is finished; any other is taken back.
+    fn settle_snapshots(&self, pool: &Arc<Pool>) -> Result<(), pool::Error> {
+        for (path, stem) in pool.records(Kind::Snapshot)? {
+            let Ok(id) = SnapshotId::try_from(stem) else { continue };
+            let Ok(record) = load::<SnapshotRecord>(&path) else { continue };
+            let Cut::Cutting { overlay } = record.phase else { continue };
+            let stands = {
+                let state = self.state.lock();
+                match state.volumes.get(&record.source) {
+                    Some(Kept::Usable { record, .. }) => Ok(record.phase.active() == overlay),
+                    Some(Kept::Damaged { .. }) => Err("its volume is damaged"),
+                    None => Ok(false),
+                }
+            };
+            let settled = match stands {
+                Ok(true) => self.name_layer(pool, &id, record),
+                Ok(false) => self.take_back_snapshot(pool, &id, &record),
+                Err(reason) => {
+                    error!(snapshot = %id, reason, "a snapshot that broke off; left alone");
+                    continue;
+                }
+            };
+            report(&format!("snapshot {id}"), settled);
+        }
+        Ok(())
+    }
+
+    /// Takes back creations that broke off.
+    fn settle_volumes(&self, pool: &Arc<Pool>) {
+        let broken_off = |(id, kept): (&VolumeId, &Kept<VolumeRecord>)| {
+            let (place, record) = kept.usable()?;
+            let is_creating = matches!(record.phase, Phase::Creating { .. });
+            (is_creating && place.name() == pool.name()).then(|| (id.clone(), record.clone()))
+        };
+        let creating: Vec<_> = self.state.lock().volumes.iter().filter_map(broken_off).collect();
+        for (id, record) in creating {
+            self.state.lock().volumes.remove(&id);
+            report(
+                &format!("creation of volume {id}"),
+                self.take_back_volume(pool, &id, &record, None),
+            );
+        }
+    }
+
+    /// Looks whether the images are what the records say, and finishes expansions.
+    fn check_images(&self) {
+        let all: Vec<_> = self.state.lock().volumes.keys().cloned().collect();
+        for id in all {
+            let Some(reason) = self.check_volume(&id) else { continue };
+            error!(volume = %id, reason, "damaged; left alone");
+            let mut state = self.state.lock();
+            let Some(kept) = state.volumes.get_mut(&id) else { continue };
+            *kept = Kept::Damaged { pool: kept.pool().clone(), reason };
+        }
+        let mut state = self.state.lock();
+        let snapshots: Vec<_> = state.snapshots.keys().cloned().collect();
+        for id in snapshots {
+            let kept = state.snapshots.get(&id).and_then(Kept::usable);
+            let Some(layer) = kept.map(|(_, record)| record.layer) else { continue };
+            let Some(reason) = state.layers_from(layer).and_then(|all| check_frozen(&all)).err()
+            else {
+                continue;
+            };
+            error!(snapshot = %id, reason, "damaged; left alone");
+            let Some(kept) = state.snapshots.get_mut(&id) else { continue };
+            *kept = Kept::Damaged { pool: kept.pool().clone(), reason };
+        }
+    }
+
+    /// What is wrong with a volume, if anything.
+    fn check_volume(&self, id: &VolumeId) -> Option<String> {
+        let volume = match self.find(id) {
+            Ok(volume) => volume,
+            Err(super::Error::Damaged { reason, .. }) => return Some(reason),
+            Err(_) => return None,
+        };
+        let (active, below) = volume.layers.split_first()?;
+        let checked = check_frozen(below)
+            .and_then(|()| check_image(active, volume.record.size))
+            .and_then(|()| self.settle_size(id, active).map_err(|error| Chain(&error).to_string()));
+        checked.err()
+    }
+
+    /// Drives on an expansion that broke off.
+    fn settle_size(&self, id: &VolumeId, active: &Layer) -> Result<(), super::Error> {
+        let volume = self.find(id)?;
+        if volume.record.size == active.size {
+            return Ok(());
+        }
+        info!(volume = %id, size = %active.size, "going on with an expansion that broke off");
+        volume.pool_grows(active).map_err(super::Error::pool(id))?;
+        let size = active.size;
+        let claims = super::InFlight::default();
+        let Ok(claim) = claims.claim(id) else { return Ok(()) };
+        self.change(&claim, |record| record.size = size)
+    }
+
+    /// Tells of layers that no record names. No crash of ours leaves one, so it is what is left of
+    /// something whose record was lost: data that somebody may want, and nothing of ours to remove.
+    fn report_strays(&self) -> Result<(), pool::Error> {
+        let state = self.state.lock();
+        let mut needed = BTreeSet::new();
+        let volumes =
+            state.volumes.values().filter_map(|kept| Some(kept.usable()?.1.phase.active()));
+        let snapshots = state.snapshots.values().filter_map(|kept| Some(kept.usable()?.1.layer));
+        for top in volumes.chain(snapshots) {
+            for id in state.chain(top).unwrap_or_default() {
+                needed.extend(state.layers.get(&id).map(|layer| file_of(id, &layer.record)));
+            }
+        }
+        for pool in &self.pools {
+            for (file, path) in pool.layers()? {
+                if !needed.contains(&file) {
+                    warn!(layer = %path.display(), "nothing that can be used has this layer");
                 }
             }
         }
-        Ok(Self { pools, index: Mutex::new(index) })
+        Ok(())
     }
 }
 
-/// The volumes of one pool, after all that was under way in it is at rest.
-fn volumes_of(pool: &Arc<Pool>) -> Result<BTreeMap<VolumeId, Entry>, pool::Error> {
-    finish_deletions(pool)?;
-    let mut entries = BTreeMap::new();
-    for (path, stem) in pool.volume_records()? {
+fn read_layers(state: &mut State, pool: &Arc<Pool>) -> Result<(), pool::Error> {
+    for (path, stem) in pool.records(Kind::Layer)? {
+        let Ok(id) = stem.parse::<LayerId>() else {
+            error!(path = %path.display(), "a record whose name is no layer id; left alone");
+            continue;
+        };
+        match load::<LayerRecord>(&path) {
+            Ok(record) => {
+                state.layers.insert(id, KeptLayer { pool: pool.clone(), record });
+            }
+            Err(reason) => {
+                error!(layer = %id, reason, "damaged; left alone");
+                state.unclear.insert(pool.name().clone());
+            }
+        }
+    }
+    Ok(())
+}
+
+fn read_volumes(state: &mut State, pool: &Arc<Pool>) -> Result<(), pool::Error> {
+    for (path, stem) in pool.records(Kind::Volume)? {
         let Ok(id) = VolumeId::try_from(stem) else {
             error!(path = %path.display(), "a record whose name is no volume id; left alone");
             continue;
         };
-        match read(pool, &id, &path) {
-            Ok(Some(volume)) => _ = entries.insert(id, Entry::Volume(volume)),
-            Ok(None) => {}
-            Err(reason) => {
-                error!(volume = %id, reason, "damaged; left alone");
-                entries.insert(id, Entry::Damaged { pool: pool.name().clone(), reason });
-            }
-        }
-    }
-    report_strays(pool, &entries)?;
-    Ok(entries)
-}
-
-/// Drives on the deletions that broke off.
-fn finish_deletions(pool: &Arc<Pool>) -> Result<(), pool::Error> {
-    for (path, stem) in pool.deleting_records()? {
-        let Ok(id) = VolumeId::try_from(stem) else { continue };
-        let finished = condemned(pool, &id).and_then(|volume| match volume {
-            Some(volume) => volume.remove(path.clone()),
-            None => Ok(()),
+        let read = load::<VolumeRecord>(&path)
+            .and_then(|record| named(&path, VolumeId::of_name(&record.name) == id, record));
+        let kept = keep(pool, read).unwrap_or_else(|reason| {
+            error!(volume = %id, reason, "damaged; left alone");
+            Kept::Damaged { pool: pool.name().clone(), reason }
         });
-        match finished {
-            Ok(()) => info!(volume = %id, "went on with a deletion that broke off"),
-            Err(error) => error!(volume = %id, error = %Chain(&error), "deletion; left alone"),
-        }
+        let kept = match state.volumes.get(&id) {
+            Some(other) => twice(&format!("volume {id}"), pool, other.pool()),
+            None => kept,
+        };
+        state.volumes.insert(id, kept);
     }
     Ok(())
 }
 
-/// The volume a record tells of, or `None` when driving it to rest ended it.
-fn read(pool: &Arc<Pool>, id: &VolumeId, path: &Path) -> Result<Option<Volume>, String> {
-    let record: VolumeRecord = load(path)?;
-    if VolumeId::of_name(&record.name) != *id {
-        return Err(format!("{}: it is for volume {:?}", path.display(), record.name));
-    }
-    let volume = Volume { id: id.clone(), pool: pool.clone(), record };
-    match volume.record.phase {
-        Phase::Creating { .. } => {
-            info!(volume = %id, "taking back a creation that broke off");
-            volume.remove(path.to_owned()).map_err(|error| Chain(&error).to_string())?;
-            Ok(None)
+fn read_snapshots(state: &mut State, pool: &Arc<Pool>) -> Result<(), pool::Error> {
+    for (path, stem) in pool.records(Kind::Snapshot)? {
+        let Ok(id) = SnapshotId::try_from(stem) else {
+            error!(path = %path.display(), "a record whose name is no snapshot id; left alone");
+            continue;
+        };
+        let read = load::<SnapshotRecord>(&path);
+        if matches!(&read, Ok(record) if matches!(record.phase, Cut::Cutting { .. })) {
+            continue; // it is settled, and known then
         }
-        Phase::Ready { active } => {
-            let layer: LayerRecord = load(&pool.layer_record(active))?;
-            let path = pool.layer(active, layer.format);
-            let data = fs::metadata(&path).map_err(|e| format!("layer {}: {e}", path.display()))?;
-            let (found, size) = (data.len(), volume.record.size);
-            if found != size.count() || layer.size != size {
-                let (path, size) = (path.display(), size.count());
-                return Err(format!("layer {path}: it has {found} bytes, and {size} are recorded"));
+        let read =
+            read.and_then(|record| named(&path, SnapshotId::of_name(&record.name) == id, record));
+        let kept = keep(pool, read).unwrap_or_else(|reason| {
+            error!(snapshot = %id, reason, "damaged; left alone");
+            state.unclear.insert(pool.name().clone());
+            Kept::Damaged { pool: pool.name().clone(), reason }
+        });
+        let kept = match state.snapshots.get(&id) {
+            Some(other) => {
+                let both = [pool.name().clone(), other.pool().clone()];
+                let kept = twice(&format!("snapshot {id}"), pool, other.pool());
+                state.unclear.extend(both);
+                kept
             }
-            Ok(Some(volume))
-        }
-    }
-}
-
-/// Tells of layers that no record names. No crash of ours leaves one, so it is what is left of a
-/// volume whose record was lost: data that somebody may want, and nothing of ours to remove.
-fn report_strays(pool: &Arc<Pool>, entries: &BTreeMap<VolumeId, Entry>) -> Result<(), pool::Error> {
-    let active = |entry: &Entry| match entry {
-        Entry::Volume(volume) => Some(volume.record.phase.active()),
-        Entry::Damaged { .. } => None,
-    };
-    let named: BTreeSet<_> = entries.values().filter_map(active).collect();
-    for (id, path) in pool.layers()? {
-        if !named.contains(&id) {
-            warn!(layer = %path.display(), "no volume that can be used has this layer");
-        }
+            None => kept,
+        };
+        state.snapshots.insert(id, kept);
     }
     Ok(())
+}
+
+fn keep<Record>(pool: &Arc<Pool>, read: Result<Record, String>) -> Result<Kept<Record>, String> {
+    Ok(Kept::Usable { pool: pool.clone(), record: read? })
+}
+
+fn named<Record>(path: &Path, is_its: bool, record: Record) -> Result<Record, String> {
+    if is_its { Ok(record) } else { Err(format!("{}: it has the name of another", path.display())) }
+}
+
+fn twice<Record>(what: &str, pool: &Pool, other: &super::PoolName) -> Kept<Record> {
+    let reason = format!("pools {other} and {} both have a {what}", pool.name());
+    error!(reason, "damaged; left alone");
+    Kept::Damaged { pool: pool.name().clone(), reason }
 }
 
 fn load<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, String> {
@@ -124,12 +295,49 @@ fn load<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, String> {
     }
 }
 
-fn claimed_twice(id: &VolumeId, pool: &PoolName, other: &Entry) -> Entry {
-    let other = match other {
-        Entry::Volume(volume) => volume.pool(),
-        Entry::Damaged { pool, .. } => pool,
-    };
-    let reason = format!("pools {other} and {pool} both have a volume of this id");
-    error!(volume = %id, reason, "damaged; left alone");
-    Entry::Damaged { pool: pool.clone(), reason }
+/// A frozen image has at least the size that is recorded of it: it may have been committed into.
+fn check_frozen(layers: &[Layer]) -> Result<(), String> {
+    layers.iter().try_for_each(|layer| {
+        let most = Bytes::new(u64::MAX);
+        check_size(layer, layer.size, most)
+    })
+}
+
+/// The image that takes the writes has the size of the volume, or up to what it is being expanded
+/// to.
+fn check_image(active: &Layer, size: Bytes) -> Result<(), String> {
+    check_size(active, size, active.size)
+}
+
+fn check_size(layer: &Layer, least: Bytes, most: Bytes) -> Result<(), String> {
+    let path = layer.path.display();
+    let found = size_of(layer).map_err(|error| format!("layer {path}: {error}"))?;
+    if found < least || found > most {
+        let (found, recorded) = (found.count(), layer.size.count());
+        return Err(format!("layer {path}: it has {found} bytes, and {recorded} are recorded"));
+    }
+    Ok(())
+}
+
+/// The size that an image presents.
+fn size_of(layer: &Layer) -> Result<Bytes, String> {
+    match layer.format {
+        Format::Raw => {
+            let data = fs::metadata(&layer.path).map_err(|error| error.to_string())?;
+            Ok(Bytes::new(data.len()))
+        }
+        Format::Qcow2 => {
+            let file = File::open(&layer.path).map_err(|error| error.to_string())?;
+            let header = qcow2::header(&file).map_err(|error| Chain(&error).to_string())?;
+            Ok(header.size())
+        }
+    }
+}
+
+/// What goes wrong with one thing stays with it.
+fn report<T>(what: &str, outcome: Result<T, pool::Error>) {
+    match outcome {
+        Ok(_) => info!(what, "went on with what broke off"),
+        Err(error) => error!(what, error = %Chain(&error), "left alone"),
+    }
 }

@@ -1,0 +1,102 @@
+//! Changes to a volume that is there: its size and its limits, also while a VM uses it.
+
+use super::{Error, Node, Service};
+use crate::{
+    blocking::blocking,
+    crash,
+    qsd::Daemon,
+    units::Bytes,
+    volume::{Claim, Outcome, SizeRange, Volume, VolumeId},
+};
+use std::{collections::BTreeMap, sync::Arc};
+use tracing::info;
+
+impl Node {
+    /// Expands a volume. One that is as large already is fine; none shrinks.
+    pub async fn expand(
+        &self,
+        claim: Arc<Claim>,
+        range: SizeRange,
+    ) -> Result<(Volume, Outcome), Error> {
+        let id = claim.volume();
+        self.interrupt(id).await;
+        let (volumes, of) = (self.volumes.clone(), claim.clone());
+        let intended = blocking(move || volumes.intend_expansion(&of, range)).await?;
+        let Some(size) = intended else {
+            return Ok((self.volumes.find(id)?, Outcome::AlreadySo));
+        };
+        match self.find(id).map(|one| one.service) {
+            Some(Service::Up(daemon)) => self.grow_served(&claim, &daemon, size).await?,
+            // Nobody else has the image open: a daemon that is to be started waits for the claim.
+            Some(Service::Down { .. }) | None => self.grow_image(&claim).await?,
+        }
+        let (volumes, of) = (self.volumes.clone(), claim.clone());
+        let volume = blocking(move || volumes.finish_expansion(&of)).await?;
+        info!(volume = %id, %size, "expanded");
+        self.nudge();
+        Ok((volume, Outcome::Done))
+    }
+
+    async fn grow_image(&self, claim: &Arc<Claim>) -> Result<(), Error> {
+        let (volumes, of) = (self.volumes.clone(), claim.clone());
+        Ok(blocking(move || volumes.grow_image(&of)).await?)
+    }
+
+    /// A guest that is connected sees the new size; where there is none, the daemon must not be
+    /// told (facts/kubevirt.md section 0.7), so it makes way for one that opens the larger image.
+    async fn grow_served(
+        &self,
+        claim: &Arc<Claim>,
+        daemon: &Daemon,
+        size: Bytes,
+    ) -> Result<(), Error> {
+        let id = claim.volume();
+        if self.has_guest(id).await {
+            match daemon.resize(size).await {
+                Ok(()) => {
+                    crash::point("volume-expand-told");
+                    return Ok(());
+                }
+                Err(error) => {
+                    let error = Error::daemon(id)(error.into());
+                    tracing::warn!(volume = %id, error = %crate::chain::Chain(&error), "resizing");
+                }
+            }
+        }
+        daemon.stop(&self.supervisor).await?;
+        let grown = self.grow_image(claim).await;
+        self.restart(claim).await?;
+        grown
+    }
+
+    async fn has_guest(&self, id: &VolumeId) -> bool {
+        self.relayed().await.get(&id.run_key()).is_some_and(|one| one.front_end.is_some())
+    }
+
+    /// Changes the limits of a volume: those that are named, all of them or none.
+    pub async fn modify(
+        &self,
+        claim: &Claim,
+        changes: &BTreeMap<String, String>,
+    ) -> Result<Outcome, Error> {
+        let id = claim.volume();
+        let before = self.volumes.find(id)?.throttle().clone();
+        let after = before.with(changes)?;
+        if before == after {
+            return Ok(Outcome::AlreadySo);
+        }
+        self.volumes.set_throttle(claim, after.clone())?;
+        if let Some(Service::Up(daemon)) = self.find(id).map(|one| one.service)
+            && let Err(error) = daemon.set_throttle(&after).await
+        {
+            // What a daemon that does not answer would still do, the record of the limits undoes
+            // when it is taken over or replaced.
+            self.volumes.set_throttle(claim, before)?;
+            let error = Error::daemon(id)(error.into());
+            self.replace_doubtful(claim, &daemon, &error).await;
+            return Err(error);
+        }
+        info!(volume = %id, limits = ?after.limits().collect::<Vec<_>>(), "modified");
+        Ok(Outcome::Done)
+    }
+}

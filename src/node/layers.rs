@@ -1,0 +1,209 @@
+//! Snapshots, clones, and the end of volumes: what freezes or removes layers, also of a volume that
+//! a VM is writing to.
+//!
+//! ```text
+//! domain: intent, empty overlay      domain: the volume stands on it
+//!         |                                   |
+//! daemon: overlay opened  -------------------------> overlay put on: writes go there
+//! ```
+//!
+//! What the daemon does not do as told, the next one does: it is built from the records.
+
+use super::{Error, Node, Service};
+use crate::{
+    blocking::blocking,
+    chain::Chain,
+    crash,
+    qsd::{self, Daemon},
+    relay,
+    volume::{
+        Begun, Claim, Content, Format, Freeze, Layer, NewSnapshot, NewVolume, Outcome, Snapshot,
+        SnapshotId, Volume, VolumeId,
+    },
+};
+use std::sync::Arc;
+use tracing::{error, info, warn};
+
+impl Node {
+    /// Creates a volume, or finds the one that an earlier call with the same wishes created.
+    pub async fn create(
+        &self,
+        claim: Arc<Claim>,
+        new: NewVolume,
+    ) -> Result<(Volume, Outcome), Error> {
+        // A second call finds the volume though its source may be gone or busy by then.
+        let source = match (&new.content, self.volumes.find(claim.volume())) {
+            (Some(Content::Volume(source)), Err(_)) => Some(self.claim_source(source)?),
+            _ => None,
+        };
+        let (volumes, by) = (self.volumes.clone(), claim.clone());
+        let begun = blocking(move || volumes.begin_creation(&by, new)).await?;
+        let outcome = begun.outcome();
+        let creation = match begun {
+            Begun::Exists(volume) => return Ok((volume, outcome)),
+            Begun::New(creation) => creation,
+        };
+        if let (Some(freeze), Some(source)) = (creation.freeze(), &source)
+            && let Err(error) = self.freeze(source, freeze).await
+        {
+            let volumes = self.volumes.clone();
+            blocking(move || volumes.abandon_creation(&claim, creation)).await;
+            return Err(error);
+        }
+        let volumes = self.volumes.clone();
+        let made = blocking(move || volumes.finish_creation(&claim, creation)).await;
+        self.nudge();
+        Ok((made?, outcome))
+    }
+
+    fn claim_source(&self, source: &VolumeId) -> Result<Claim, Error> {
+        self.volumes.find(source)?;
+        Ok(self.claims.claim(source)?)
+    }
+
+    /// Takes a snapshot, or finds the one that an earlier call with the same wishes took.
+    pub async fn snapshot(
+        &self,
+        claim: Arc<Claim<SnapshotId>>,
+        new: NewSnapshot,
+    ) -> Result<(Snapshot, Outcome), Error> {
+        // A second call finds the snapshot though its volume may be gone or busy by then.
+        if let Some(snapshot) = self.volumes.existing_snapshot(claim.snapshot(), &new)? {
+            return Ok((snapshot, Outcome::AlreadySo));
+        }
+        let source = Arc::new(self.claim_source(&new.source)?);
+        let (volumes, by, of) = (self.volumes.clone(), claim.clone(), source.clone());
+        let begun = blocking(move || volumes.begin_snapshot(&by, &of, new)).await?;
+        let outcome = begun.outcome();
+        let taking = match begun {
+            Begun::Exists(snapshot) => return Ok((snapshot, outcome)),
+            Begun::New(taking) => taking,
+        };
+        let frozen = self.freeze(&source, taking.freeze()).await;
+        let volumes = self.volumes.clone();
+        if let Err(error) = frozen {
+            blocking(move || volumes.abandon_snapshot(&claim, taking)).await;
+            return Err(error);
+        }
+        let taken = blocking(move || volumes.finish_snapshot(&claim, taking)).await;
+        self.nudge();
+        Ok((taken?, outcome))
+    }
+
+    /// Deletes a snapshot; one that is gone is fine.
+    pub async fn delete_snapshot(&self, claim: Arc<Claim<SnapshotId>>) -> Result<Outcome, Error> {
+        let layers = self.volumes.layers_of_snapshot(claim.snapshot());
+        self.volumes.interrupt(&layers).await;
+        let volumes = self.volumes.clone();
+        let outcome = blocking(move || volumes.delete_snapshot(&claim)).await;
+        self.nudge();
+        Ok(outcome?)
+    }
+
+    /// Deletes a volume that is not staged; one that is gone is fine. Its snapshots stay.
+    pub async fn delete(&self, claim: Arc<Claim>) -> Result<Outcome, Error> {
+        self.refuse_staged(claim.volume())?;
+        self.interrupt(claim.volume()).await;
+        let volumes = self.volumes.clone();
+        let outcome = blocking(move || volumes.delete(&claim)).await;
+        self.nudge();
+        Ok(outcome?)
+    }
+
+    /// Has background work on the layers of a volume stopped. Under its claim none begins again.
+    pub(super) async fn interrupt(&self, id: &VolumeId) {
+        self.volumes.interrupt(&self.volumes.layers_of_volume(id)).await;
+    }
+
+    /// Freezes the active layer of a volume: from now on the overlay takes the writes.
+    ///
+    /// A crash before the record of the volume is replaced leaves all as it was; after it, the
+    /// daemon may still write to the layer below, which is why start-up has it replaced by one that
+    /// does not.
+    async fn freeze(&self, claim: &Claim, freeze: &Freeze) -> Result<(), Error> {
+        let id = claim.volume();
+        self.interrupt(id).await;
+        let Some(Service::Up(daemon)) = self.find(id).map(|one| one.service) else {
+            return Ok(self.volumes.adopt_overlay(claim, freeze)?);
+        };
+        let Some((active, overlay)) = self.volumes.layers_of(freeze) else {
+            return Err(Error::NotServed(id.clone()));
+        };
+        let ready = async {
+            let daemon = self.acknowledge_for(id, daemon.clone(), overlay.format).await?;
+            daemon.add_overlay(&overlay).await.map_err(|error| Error::daemon(id)(error.into()))?;
+            Ok(daemon)
+        };
+        let daemon = match ready.await {
+            Ok(daemon) => daemon,
+            Err(error) => {
+                self.replace_doubtful(claim, &daemon, &error).await;
+                return Err(error);
+            }
+        };
+        crash::point("freeze-overlay-open");
+        if let Err(error) = self.volumes.adopt_overlay(claim, freeze) {
+            self.close_overlay(claim, &daemon, &overlay).await;
+            return Err(error.into());
+        }
+        if let Err(error) = daemon.put_on(&active, &overlay).await {
+            let error = Error::daemon(id)(error.into());
+            self.replace_doubtful(claim, &daemon, &error).await;
+        }
+        crash::point("freeze-done");
+        Ok(())
+    }
+
+    /// Sees to it that the daemon acknowledges writes as an active layer of this format needs it:
+    /// of a qcow2 layer, something is in the memory of the daemon (facts/qsd.md, D2).
+    ///
+    /// The relay moves the VM from one export to the other while nothing is in flight. A crash in
+    /// between leaves two, or one that is more careful than need be.
+    async fn acknowledge_for(
+        &self,
+        id: &VolumeId,
+        daemon: Daemon,
+        format: Format,
+    ) -> Result<Daemon, Error> {
+        let (before, after) = (daemon.durability(), self.durability(id, format)?);
+        if before == after {
+            return Ok(daemon);
+        }
+        let failed = |error: qsd::MonitorError| Error::daemon(id)(error.into());
+        let backend = self.config.run.daemon(daemon.key()).backend_socket(after);
+        let next = daemon.add_export(&backend, after).await.map_err(failed)?;
+        let moved = self.relay.switch(&id.run_key(), &backend).await;
+        let stopped =
+            moved.map_err(|source: relay::Error| Error::Relay { volume: id.clone(), source })?;
+        info!(volume = %id, ?stopped, ?after, "acknowledges writes otherwise");
+        next.remove_export(before).await.map_err(failed)?;
+        if let Some(one) = self.attached().get_mut(id) {
+            one.service = Service::Up(next.clone());
+        }
+        Ok(next)
+    }
+
+    async fn close_overlay(&self, claim: &Claim, daemon: &Daemon, overlay: &Layer) {
+        if let Err(error) = daemon.close_layer(overlay).await {
+            let error = Error::daemon(claim.volume())(error.into());
+            self.replace_doubtful(claim, daemon, &error).await;
+        }
+    }
+
+    /// Ends a daemon of which it is not known what it has done, and starts another from the
+    /// records. The relay keeps what the VM has asked for meanwhile.
+    pub(super) async fn replace_doubtful(&self, claim: &Claim, daemon: &Daemon, why: &Error) {
+        let id = claim.volume();
+        warn!(volume = %id, pid = daemon.pid(), error = %Chain(why), "replacing a daemon");
+        if let Err(error) = self.replace(claim, daemon).await {
+            error!(volume = %id, error = %Chain(&error), "replacing a daemon");
+        }
+    }
+
+    /// Lets a daemon end, and starts another from the records in its place. The relay keeps what
+    /// the VM asks for meanwhile.
+    pub(super) async fn replace(&self, claim: &Claim, daemon: &Daemon) -> Result<(), Error> {
+        daemon.stop(&self.supervisor).await?;
+        self.restart(claim).await
+    }
+}

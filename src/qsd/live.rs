@@ -1,0 +1,203 @@
+//! What is changed in a daemon while it serves: layers, limits, sizes, exports, and jobs.
+//!
+//! Everything here may fail half-way. Whoever calls has recorded before what is to be, so a daemon
+//! of which nobody knows what it has done is ended, and the next one is built from the records.
+
+use super::{
+    Command, Daemon, Durability,
+    graph::{self, TOP},
+    monitor::Error,
+};
+use crate::{
+    units::Bytes,
+    volume::{Layer, Throttle, Way},
+};
+use serde_json::{Value, json};
+use std::{path::Path, time::Duration};
+use tokio::time::{Instant, sleep};
+
+/// The one job of a daemon.
+const JOB: &str = "work";
+
+/// How long a job has to end that was told to. It does between two requests.
+const CANCELLATION: Duration = Duration::from_secs(10);
+
+/// How long an export has to go.
+const FAREWELL: Duration = Duration::from_secs(5);
+
+/// How often something that will be so in a moment is looked at.
+const LOOK: Duration = Duration::from_millis(1);
+
+/// What an earlier driver's jobs left of the graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Jobs {
+    /// It is as it was built.
+    LeftGraph,
+    /// A job ended well, and changed it.
+    ChangedGraph,
+}
+
+/// How a job is getting on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum JobState {
+    /// So many bytes of so many.
+    Running {
+        /// Looked at.
+        done: u64,
+        /// To look at.
+        total: u64,
+    },
+    /// All is where it should be, and flushed.
+    Done,
+    /// It ended before that.
+    Failed(String),
+}
+
+impl Daemon {
+    /// Opens a layer that is to be put onto the active one.
+    pub async fn add_overlay(&self, overlay: &Layer) -> Result<(), Error> {
+        self.execute(graph::add_overlay(overlay)).await.map(drop)
+    }
+
+    /// Puts an open layer onto the active one, which is frozen by that: the export follows.
+    pub async fn put_on(&self, active: &Layer, overlay: &Layer) -> Result<(), Error> {
+        let arguments =
+            json!({ "node": active.file.node_name(), "overlay": overlay.file.node_name() });
+        self.execute(Command::new("blockdev-snapshot", arguments)).await.map(drop)
+    }
+
+    /// Closes a layer that nothing stands on.
+    pub async fn close_layer(&self, layer: &Layer) -> Result<(), Error> {
+        let arguments = json!({ "node-name": layer.file.node_name() });
+        self.execute(Command::new("blockdev-del", arguments)).await.map(drop)
+    }
+
+    /// Lets pass so much from now on.
+    pub async fn set_throttle(&self, throttle: &Throttle) -> Result<(), Error> {
+        self.execute(graph::set_throttle(throttle)).await.map(drop)
+    }
+
+    /// Gives the disk another size, which a connected guest is told of.
+    ///
+    /// Only while or after a client was connected: qemu-storage-daemon crashes otherwise
+    /// (facts/kubevirt.md section 0.7).
+    pub async fn resize(&self, size: Bytes) -> Result<(), Error> {
+        let arguments = json!({ "node-name": TOP, "size": size.count() });
+        self.execute(Command::new("block_resize", arguments)).await.map(drop)
+    }
+
+    /// Opens a second export, which acknowledges otherwise.
+    pub async fn add_export(&self, socket: &Path, durability: Durability) -> Result<Self, Error> {
+        let arguments = graph::export(socket, durability);
+        self.execute(Command::new("block-export-add", arguments)).await?;
+        Ok(self.acknowledging(durability))
+    }
+
+    /// Closes an export that nobody is connected to any more.
+    pub async fn remove_export(&self, durability: Durability) -> Result<(), Error> {
+        let arguments = json!({ "id": durability.export(), "mode": "hard" });
+        self.execute(Command::new("block-export-del", arguments)).await?;
+        let deadline = Instant::now() + FAREWELL;
+        loop {
+            let exports = self.execute(Command::new("query-block-exports", json!({}))).await?;
+            let is_there = |export: &Value| export["id"] == durability.export();
+            if !exports.as_array().is_some_and(|exports| exports.iter().any(is_there)) {
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                return Err(Error::Deadline { command: "block-export-del", limit: FAREWELL });
+            }
+            sleep(LOOK).await;
+        }
+    }
+
+    /// Starts to move data between layers.
+    ///
+    /// A job's result stays until it is asked for (facts/qsd.md section 5). The names that QEMU
+    /// writes into headers mean nothing: a graph is built from records.
+    pub async fn start_job(&self, upper: &Layer, way: &Way) -> Result<(), Error> {
+        let command = match way {
+            Way::Stream { base, bytes_per_second } => {
+                let mut arguments = json!({
+                    "job-id": JOB,
+                    "device": upper.file.node_name(),
+                    "speed": bytes_per_second.count(),
+                    "auto-dismiss": false,
+                });
+                if let Some(base) = base {
+                    arguments["base-node"] = base.file.node_name().into();
+                    arguments["backing-file"] = base.file.to_string().into();
+                }
+                Command::new("block-stream", arguments)
+            }
+            Way::Commit { into } => Command::new(
+                "block-commit",
+                json!({
+                    "job-id": JOB,
+                    "device": TOP,
+                    "top-node": upper.file.node_name(),
+                    "base-node": into.file.node_name(),
+                    "auto-dismiss": false,
+                }),
+            ),
+        };
+        self.execute(command).await.map(drop)
+    }
+
+    /// How the job is getting on. One that has moved all but still follows writes, though nobody
+    /// writes, is told to end.
+    pub async fn job(&self) -> Result<JobState, Error> {
+        let jobs = self.execute(Command::new("query-jobs", json!({}))).await?;
+        let Some(job) = jobs.as_array().and_then(|jobs| jobs.first()) else {
+            return Ok(JobState::Failed("it is gone".to_owned()));
+        };
+        if job["status"] == "ready" {
+            self.execute(Command::new("job-complete", json!({ "id": JOB }))).await?;
+        }
+        if job["status"] != "concluded" {
+            let count = |key: &str| job[key].as_u64().unwrap_or_default();
+            let (done, total) = (count("current-progress"), count("total-progress"));
+            return Ok(JobState::Running { done, total });
+        }
+        Ok(match job["error"].as_str() {
+            None => JobState::Done,
+            Some(error) => JobState::Failed(error.to_owned()),
+        })
+    }
+
+    /// Has the job end early; it may have been done.
+    pub async fn cancel_job(&self) -> Result<JobState, Error> {
+        // One that has ended in this moment refuses.
+        _ = self.execute(Command::new("job-cancel", json!({ "id": JOB }))).await;
+        let deadline = Instant::now() + CANCELLATION;
+        loop {
+            match self.job().await? {
+                JobState::Running { .. } if Instant::now() < deadline => sleep(LOOK).await,
+                JobState::Running { .. } => {
+                    return Err(Error::Deadline { command: "job-cancel", limit: CANCELLATION });
+                }
+                ended => return Ok(ended),
+            }
+        }
+    }
+
+    /// Forgets a job that ended.
+    pub async fn dismiss_job(&self) -> Result<(), Error> {
+        self.execute(Command::new("job-dismiss", json!({ "id": JOB }))).await.map(drop)
+    }
+
+    /// Ends what jobs an earlier driver left.
+    pub(super) async fn end_jobs(&self) -> Result<Jobs, Error> {
+        let jobs = self.execute(Command::new("query-jobs", json!({}))).await?;
+        if jobs.as_array().is_none_or(Vec::is_empty) {
+            return Ok(Jobs::LeftGraph);
+        }
+        match self.cancel_job().await? {
+            JobState::Done => Ok(Jobs::ChangedGraph),
+            JobState::Failed(_) | JobState::Running { .. } => {
+                self.dismiss_job().await?;
+                Ok(Jobs::LeftGraph)
+            }
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! Expansion, and the other changes to a volume that is there.
+//!
+//! ```text
+//! intent: size in the record of the active layer -- image grown, by the daemon if there is one -- size of the volume
+//! ```
+//!
+//! A crash in between leaves a layer that may be larger than the volume: start-up grows the image
+//! and takes the size over. A volume never shrinks.
+
+use super::{
+    Claim, Error, Format, Layer, SizeRange, Throttle, Volume, Volumes, record,
+    record::VolumeRecord,
+    state::{Kept, layer_record},
+};
+use crate::{crash, pool, qcow2, units::Bytes};
+use std::{fs::OpenOptions, io};
+
+impl Volumes {
+    /// Decides on the new size of a volume: what it grows to, or `None` where it is as large
+    /// already.
+    pub fn intend_expansion(
+        &self,
+        claim: &Claim,
+        range: SizeRange,
+    ) -> Result<Option<Bytes>, Error> {
+        let volume = self.find(claim.volume())?;
+        if range.accepts(volume.size()) {
+            return Ok(None);
+        }
+        let size = range.chosen();
+        if size < volume.size() {
+            let (volume, is) = (volume.id.clone(), volume.size());
+            return Err(Error::Shrinks { volume, is, asked: size });
+        }
+        let more = size.saturating_sub(volume.size());
+        let free = self.promised(volume.pool.space().map_err(Error::Capacity)?).free;
+        if more > free {
+            return Err(Error::PoolFull { pool: volume.pool().clone(), size: more, free });
+        }
+        self.set_layer_size(&volume, size).map_err(Error::pool(volume.id()))?;
+        crash::point("volume-expand-intent");
+        Ok(Some(size))
+    }
+
+    fn set_layer_size(&self, volume: &Volume, size: Bytes) -> Result<(), pool::Error> {
+        let active = volume.record.phase.active();
+        let kept = self.state.lock().layers.get(&active).cloned();
+        let Some(mut layer) = kept else { return Ok(()) };
+        layer.record.size = layer.record.size.max(size);
+        record(&layer.pool, &layer_record(&layer.pool, active), &layer.record)?;
+        self.state.lock().layers.insert(active, layer);
+        Ok(())
+    }
+
+    /// Grows the image of a volume that no daemon has open.
+    pub fn grow_image(&self, claim: &Claim) -> Result<(), Error> {
+        let volume = self.find(claim.volume())?;
+        volume.pool_grows(&volume.layers[0]).map_err(Error::pool(volume.id()))?;
+        crash::point("volume-expand-grown");
+        Ok(())
+    }
+
+    /// Takes the size of the active layer over, whose image has it by now.
+    pub fn finish_expansion(&self, claim: &Claim) -> Result<Volume, Error> {
+        let size = self.find(claim.volume())?.layers[0].size;
+        self.change(claim, |record| record.size = size)?;
+        crash::point("volume-expand-done");
+        self.find(claim.volume())
+    }
+
+    /// Records other limits of a volume.
+    pub fn set_throttle(&self, claim: &Claim, throttle: Throttle) -> Result<(), Error> {
+        self.change(claim, |record| record.throttle = throttle)?;
+        crash::point("volume-modify-recorded");
+        Ok(())
+    }
+
+    /// Changes the record of a volume, on disk first.
+    pub(super) fn change(
+        &self,
+        claim: &Claim,
+        change: impl FnOnce(&mut VolumeRecord),
+    ) -> Result<(), Error> {
+        let id = claim.volume();
+        let Volume { pool, record: mut next, .. } = self.find(id)?;
+        change(&mut next);
+        let path = pool.record(pool::Kind::Volume, id);
+        record(&pool, &path, &next).map_err(Error::pool(id))?;
+        self.state.lock().volumes.insert(id.clone(), Kept::Usable { pool, record: next });
+        Ok(())
+    }
+}
+
+impl Volume {
+    /// Gives the image of a layer the size that is recorded of it.
+    pub(super) fn pool_grows(&self, layer: &Layer) -> Result<(), pool::Error> {
+        grow(layer).map_err(|source| pool::Error::Io {
+            pool: self.pool.name().clone(),
+            action: "growing layer",
+            path: layer.path.clone(),
+            source,
+        })
+    }
+}
+
+fn grow(layer: &Layer) -> io::Result<()> {
+    let file = OpenOptions::new().read(true).write(true).open(&layer.path)?;
+    match layer.format {
+        Format::Raw if file.metadata()?.len() < layer.size.count() => {
+            file.set_len(layer.size.count())?;
+        }
+        Format::Raw => {}
+        Format::Qcow2 => qcow2::grow(&file, layer.size).map_err(io::Error::other)?,
+    }
+    file.sync_all()
+}

@@ -1,0 +1,496 @@
+//! What is done in the background so that chains stay short and clones become independent.
+//!
+//! A layer without a name and with one child is merged with that child, whichever way moves less:
+//!
+//! ```text
+//! stream:  child <- lower <- base    what is in the lower goes into the child     child <- base
+//! commit:  child <- lower <- base    what is in the child goes into the lower     child (in the lower's file) <- base
+//! ```
+//!
+//! Until the last step, which replaces one record, the child reads the same whatever was moved: a
+//! crash costs only work. A commit changes the lower layer, which is why it has no name and no
+//! other child. Work yields to calls: who changes a volume interrupts what touches its layers, and
+//! it is begun again afterwards; what was moved stays.
+//!
+//! This module says what is to be done and records what was done. The node does it (`node::tend`).
+
+use super::{
+    Error, InFlight, Layer, LayerId, VolumeId, Volumes, record,
+    record::{LayerRecord, Leftovers},
+    state::{KeptLayer, Shared, State, file_of, layer_record},
+};
+use crate::{crash, pool, units::Bytes};
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+/// Layers below the active one that a volume has at most, if unnamed ones among them can be merged.
+const DEEPEST: usize = 8;
+
+/// How long work that failed is left alone.
+const AFTER_FAILURE: Duration = Duration::from_secs(30);
+
+/// What is under way, by the layer that it is for.
+#[derive(Debug, Default)]
+pub(super) struct Jobs {
+    running: HashMap<LayerId, Running>,
+    failed: HashMap<LayerId, Instant>,
+}
+
+#[derive(Debug)]
+struct Running {
+    touched: Vec<LayerId>,
+    interrupted: CancellationToken,
+    done: watch::Receiver<()>,
+    way: Way,
+    progress: Arc<Progress>,
+}
+
+/// How layers are to be made fewer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// What lies between the upper layer and `base`, or the bottom, goes into the upper.
+    Stream {
+        /// What the upper stands on afterwards.
+        base: Option<Layer>,
+        /// At most so many bytes a second; 0: as fast as can be.
+        bytes_per_second: Bytes,
+    },
+    /// What is in the upper layer goes into the one below.
+    Commit {
+        /// That one.
+        into: Layer,
+    },
+}
+
+/// How a volume is used at the moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Use {
+    /// Nobody has its layers open.
+    Unattached,
+    /// A daemon serves it.
+    Served,
+    /// A daemon should serve it, and none does.
+    Unserved,
+}
+
+/// Where the layers are open.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Site {
+    /// Nowhere.
+    Workshop,
+    /// In the daemon of this volume.
+    Daemon(VolumeId),
+}
+
+/// How far work has come, in bytes.
+#[derive(Debug, Default)]
+pub struct Progress {
+    done: AtomicU64,
+    total: AtomicU64,
+}
+
+/// Something to be done; nobody else touches the layers meanwhile. It is over when this is dropped.
+#[derive(Debug)]
+pub struct Work {
+    shared: Shared,
+    upper: Layer,
+    way: Way,
+    layers: Vec<Layer>,
+    site: Site,
+    interrupted: CancellationToken,
+    progress: Arc<Progress>,
+    _done: watch::Sender<()>,
+}
+
+/// Something that is being done, for a person.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// The layer that it is for.
+    pub layer: LayerId,
+    /// In which way.
+    pub way: Way,
+    /// Bytes that were looked at.
+    pub done: Bytes,
+    /// Bytes there are to look at.
+    pub total: Bytes,
+}
+
+/// What could be done.
+#[derive(Clone, Copy)]
+struct Plan {
+    upper: LayerId,
+    lower: LayerId,
+    kind: Kind,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// Make the upper independent of all that is below.
+    Detach(Bytes),
+    /// Merge the two, either way.
+    Merge,
+    /// Take the upper off the lower, which others need.
+    Bypass,
+}
+
+impl Progress {
+    /// Notes how far it has come.
+    pub fn set(&self, done: u64, total: u64) {
+        self.done.store(done, Ordering::Relaxed);
+        self.total.store(total, Ordering::Relaxed);
+    }
+
+    fn get(&self) -> (Bytes, Bytes) {
+        let read = |value: &AtomicU64| Bytes::new(value.load(Ordering::Relaxed));
+        (read(&self.done), read(&self.total))
+    }
+}
+
+impl Work {
+    /// The layer that gets what is moved, or whose content moves.
+    pub fn upper(&self) -> &Layer {
+        &self.upper
+    }
+
+    /// In which way.
+    pub fn way(&self) -> &Way {
+        &self.way
+    }
+
+    /// The layers from the upper one down.
+    pub fn layers(&self) -> &[Layer] {
+        &self.layers
+    }
+
+    /// Where they are open.
+    pub fn site(&self) -> &Site {
+        &self.site
+    }
+
+    /// Ends when somebody else needs the layers.
+    pub async fn interrupted(&self) {
+        self.interrupted.cancelled().await;
+    }
+
+    /// Whether somebody else needs the layers.
+    pub fn is_interrupted(&self) -> bool {
+        self.interrupted.is_cancelled()
+    }
+
+    /// How far it has come.
+    pub fn progress(&self) -> &Progress {
+        &self.progress
+    }
+
+    /// It did not work, so it is left alone for a while.
+    pub fn failed(self) {
+        let until = Instant::now() + AFTER_FAILURE;
+        self.shared.lock().jobs.failed.insert(self.upper.id, until);
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        self.shared.lock().jobs.running.remove(&self.upper.id);
+    }
+}
+
+impl Volumes {
+    /// The next thing to do, if there is any whose layers nobody works on.
+    pub fn next_work(&self, claims: &InFlight, used: impl Fn(&VolumeId) -> Use) -> Option<Work> {
+        let mut state = self.state.lock();
+        let now = Instant::now();
+        state.jobs.failed.retain(|_, until| *until > now);
+        let plans = [state.detachments(), state.merges(), state.bypasses()].concat();
+        for plan in plans {
+            let Some((way, site)) = state.judge(&plan, claims, &used) else { continue };
+            let (Some(upper), Ok(layers)) =
+                (state.layer(plan.upper), state.layers_from(plan.upper))
+            else {
+                continue;
+            };
+            let (done, is_done) = watch::channel(());
+            let interrupted = CancellationToken::new();
+            let progress = Arc::<Progress>::default();
+            let running = Running {
+                touched: plan.touched(),
+                interrupted: interrupted.clone(),
+                done: is_done,
+                way: way.clone(),
+                progress: progress.clone(),
+            };
+            state.jobs.running.insert(upper.id, running);
+            drop(state);
+            let shared = self.state.clone();
+            return Some(Work {
+                shared,
+                upper,
+                way,
+                layers,
+                site,
+                interrupted,
+                progress,
+                _done: done,
+            });
+        }
+        None
+    }
+
+    /// Has all work on these layers stopped, and waits until it is. Whoever holds the claims of
+    /// what they belong to sees none begin again.
+    pub async fn interrupt(&self, layers: &[LayerId]) {
+        loop {
+            let running: Vec<_> = {
+                let state = self.state.lock();
+                let touching = |running: &&Running| {
+                    running.touched.iter().any(|touched| layers.contains(touched))
+                };
+                let found = state.jobs.running.values().filter(touching);
+                found.map(|one| (one.interrupted.clone(), one.done.clone())).collect()
+            };
+            if running.is_empty() {
+                return;
+            }
+            for (interrupted, mut done) in running {
+                interrupted.cancel();
+                while done.changed().await.is_ok() {}
+            }
+        }
+    }
+
+    /// What is being done.
+    pub fn jobs(&self) -> Vec<Job> {
+        let state = self.state.lock();
+        let tell = |(layer, running): (&LayerId, &Running)| {
+            let (done, total) = running.progress.get();
+            Job { layer: *layer, way: running.way.clone(), done, total }
+        };
+        state.jobs.running.iter().map(tell).collect()
+    }
+
+    /// Records that the data is where the work was to bring it, durably, and removes what is not
+    /// needed any more.
+    pub fn finish_work(&self, work: &Work) -> Result<(), Error> {
+        self.try_finish(work).map_err(|source| Error::Layer { layer: work.upper.id, source })
+    }
+
+    fn try_finish(&self, work: &Work) -> Result<(), pool::Error> {
+        let id = work.upper.id;
+        let state = self.state.lock();
+        let Some(upper) = state.layers.get(&id).cloned() else { return Ok(()) };
+        let below = upper.record.parent;
+        let Some(lower) = below.and_then(|below| Some((below, state.layers.get(&below)?.clone())))
+        else {
+            return Ok(());
+        };
+        drop(state);
+        let next = after(&work.way, (id, &upper.record), (lower.0, &lower.1.record));
+        self.replace_layer(id, &upper, next)?;
+        crash::point("merge-recorded");
+        self.clear_leftovers(id)
+    }
+
+    /// Removes what a merge has left, and the note of it.
+    pub(super) fn clear_leftovers(&self, id: LayerId) -> Result<(), pool::Error> {
+        let kept = self.state.lock().layers.get(&id).cloned();
+        let Some(kept) = kept else { return Ok(()) };
+        let Some(Leftovers { layer, file }) = kept.record.leftovers else { return Ok(()) };
+        let is_unclear = self.state.lock().unclear.contains(kept.pool.name());
+        if is_unclear {
+            return Ok(()); // another layer may have its bytes in that file
+        }
+        if let Some((file, format)) = file
+            && !self.state.lock().is_file_used(file, layer)
+        {
+            kept.pool.remove_layer(file, format)?;
+        }
+        crash::point("merge-file-removed");
+        self.reclaim(layer)?;
+        let next = LayerRecord { leftovers: None, ..kept.record.clone() };
+        self.replace_layer(id, &kept, next)?;
+        crash::point("merge-done");
+        Ok(())
+    }
+
+    fn replace_layer(
+        &self,
+        id: LayerId,
+        kept: &KeptLayer,
+        next: LayerRecord,
+    ) -> Result<(), pool::Error> {
+        record(&kept.pool, &layer_record(&kept.pool, id), &next)?;
+        let next = KeptLayer { pool: kept.pool.clone(), record: next };
+        self.state.lock().layers.insert(id, next);
+        Ok(())
+    }
+}
+
+/// The record of the upper layer after the work.
+fn after(way: &Way, upper: (LayerId, &LayerRecord), lower: (LayerId, &LayerRecord)) -> LayerRecord {
+    let (id, record) = upper;
+    let (lower, below) = lower;
+    match way {
+        Way::Stream { base, .. } => LayerRecord {
+            parent: base.as_ref().map(|base| base.id),
+            detach: base.as_ref().and(record.detach.or(below.detach)),
+            leftovers: Some(Leftovers { layer: lower, file: None }),
+            ..record.clone()
+        },
+        Way::Commit { .. } => LayerRecord {
+            parent: below.parent,
+            format: below.format,
+            file: Some(file_of(lower, below)),
+            detach: below.parent.and(record.detach.or(below.detach)),
+            leftovers: Some(Leftovers {
+                layer: lower,
+                file: Some((file_of(id, record), record.format)),
+            }),
+            ..record.clone()
+        },
+    }
+}
+
+impl Plan {
+    /// The layers whose files change or go.
+    fn touched(&self) -> Vec<LayerId> {
+        match self.kind {
+            Kind::Merge => vec![self.upper, self.lower],
+            Kind::Detach(_) | Kind::Bypass => vec![self.upper],
+        }
+    }
+}
+
+impl State {
+    fn detachments(&self) -> Vec<Plan> {
+        let plan = |(id, layer): (&LayerId, &KeptLayer)| {
+            let kind = Kind::Detach(layer.record.detach?.bytes_per_second);
+            Some(Plan { upper: *id, lower: layer.record.parent?, kind })
+        };
+        self.layers.iter().filter_map(plan).collect()
+    }
+
+    /// Every layer without a name and with one child, and that child.
+    fn merges(&self) -> Vec<Plan> {
+        let mut children: HashMap<LayerId, Vec<LayerId>> = HashMap::new();
+        for (id, layer) in &self.layers {
+            if let Some(parent) = layer.record.parent {
+                children.entry(parent).or_default().push(*id);
+            }
+        }
+        let plan = |(lower, children): (LayerId, Vec<LayerId>)| match children[..] {
+            [upper] if self.is_unnamed(lower) => Some(Plan { upper, lower, kind: Kind::Merge }),
+            _ => None,
+        };
+        children.into_iter().filter_map(plan).collect()
+    }
+
+    /// The lowest unnamed layer of each chain that is too long.
+    fn bypasses(&self) -> Vec<Plan> {
+        let active = self.volumes.values().filter_map(|kept| Some(kept.usable()?.1.phase.active()));
+        let plan = |active: LayerId| {
+            let chain = self.chain(active).ok()?;
+            if chain.len() <= DEEPEST + 1 {
+                return None;
+            }
+            let mut pairs = chain.windows(2).rev();
+            pairs.find_map(|pair| match pair {
+                [upper, lower] if self.is_unnamed(*lower) => {
+                    Some(Plan { upper: *upper, lower: *lower, kind: Kind::Bypass })
+                }
+                _ => None,
+            })
+        };
+        active.filter_map(plan).collect()
+    }
+
+    fn is_unnamed(&self, id: LayerId) -> bool {
+        self.snapshots_of(id).next().is_none() && !self.is_held(id)
+    }
+
+    /// How and where a plan can be carried out now, if it can.
+    fn judge(
+        &self,
+        plan: &Plan,
+        claims: &InFlight,
+        used: &impl Fn(&VolumeId) -> Use,
+    ) -> Option<(Way, Site)> {
+        let pool = self.layers.get(&plan.upper)?.pool.name();
+        let lower = self.layer(plan.lower)?;
+        let is_blocked = self.unclear.contains(pool)
+            || self.is_held(plan.upper)
+            || self.jobs.failed.contains_key(&plan.upper)
+            || self.is_worked_on(plan)
+            || self.snapshots_of(plan.upper).any(|one| claims.is_taken(one.clone()));
+        if is_blocked {
+            return None;
+        }
+        let users = self.users(plan.upper);
+        if users.iter().any(|volume| claims.is_taken((*volume).clone())) {
+            return None;
+        }
+        let site = site(&users, used)?;
+        let way = match plan.kind {
+            Kind::Detach(bytes_per_second) => Way::Stream { base: None, bytes_per_second },
+            Kind::Bypass => self.stream(plan.lower),
+            Kind::Merge => {
+                let upper = self.layer(plan.upper)?;
+                let is_written = self.volume_on(plan.upper).is_some() && site != Site::Workshop;
+                match upper.allocated() < lower.allocated() {
+                    // What is written while it is committed would have to be caught up with.
+                    true if is_written => return None,
+                    true => Way::Commit { into: lower },
+                    false => self.stream(plan.lower),
+                }
+            }
+        };
+        Some((way, site))
+    }
+
+    fn stream(&self, lower: LayerId) -> Way {
+        let below = self.layers.get(&lower).and_then(|layer| layer.record.parent);
+        let base = below.and_then(|below| self.layer(below));
+        Way::Stream { base, bytes_per_second: Bytes::ZERO }
+    }
+
+    /// Whether other work touches a layer that this would need, or the other way round.
+    fn is_worked_on(&self, plan: &Plan) -> bool {
+        let needed: BTreeSet<_> = self.chain(plan.upper).unwrap_or_default().into_iter().collect();
+        let touched = plan.touched();
+        self.jobs.running.iter().any(|(upper, running)| {
+            let theirs = self.chain(*upper).unwrap_or_default();
+            running.touched.iter().any(|one| needed.contains(one))
+                || theirs.iter().any(|one| touched.contains(one))
+        })
+    }
+
+    /// The volumes that stand on this layer, directly or not.
+    fn users(&self, id: LayerId) -> Vec<&VolumeId> {
+        let (mut found, mut next) = (Vec::new(), vec![id]);
+        while let Some(layer) = next.pop() {
+            found.extend(self.volume_on(layer));
+            next.extend(self.children(layer));
+        }
+        found
+    }
+}
+
+/// Where the layers of these volumes are open, if that is one place.
+fn site(users: &[&VolumeId], used: &impl Fn(&VolumeId) -> Use) -> Option<Site> {
+    let mut site = Site::Workshop;
+    for volume in users {
+        match used(volume) {
+            Use::Unattached => {}
+            Use::Served if site == Site::Workshop => site = Site::Daemon((*volume).clone()),
+            Use::Served | Use::Unserved => return None,
+        }
+    }
+    Some(site)
+}
