@@ -65,7 +65,7 @@ impl Edge {
         E: Into<Status> + Send + 'static,
         W: Future<Output = Result<T, E>> + Send + 'static,
     {
-        let claim = Arc::new(self.node.claims().claim(id)?);
+        let claim = Arc::new(self.node.claim(id).await?);
         let work = work(claim, self.node.clone()).in_current_span();
         let outcome = self.tasks.spawn(work).await;
         let outcome = outcome.map_err(|died| Status::internal(format!("a task died: {died}")))?;

@@ -38,8 +38,8 @@ use crate::{
     run::{DaemonKey, RunDir, Slot, VolumeDir},
     store, supervisor,
     volume::{
-        self, AccessMode, Busy, Cache, CopyMode, Format, InFlight, LayerId, NodeName, Outcome,
-        ParameterError, RunKey, Volume, VolumeId, Volumes,
+        self, AccessMode, Busy, Cache, Claim, Claimed, CopyMode, Format, InFlight, LayerId,
+        NodeName, Outcome, ParameterError, RunKey, Volume, VolumeId, Volumes,
     },
 };
 use attachment::Attachment;
@@ -48,8 +48,9 @@ use std::{
     io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
 };
-use tokio::sync::Notify;
+use tokio::{sync::Notify, time::sleep};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use trial::Trials;
 
@@ -208,6 +209,12 @@ pub enum Error {
     NotServed(VolumeId),
 }
 
+/// How long a call waits for what the driver itself puts in order: starting a daemon, above all.
+const ORDER: Duration = Duration::from_secs(5);
+
+/// How often a volume that somebody works on is asked for.
+const CLAIM_RETRY: Duration = Duration::from_millis(5);
+
 /// Where a node keeps its things and what it runs.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -283,9 +290,18 @@ impl Node {
         &self.volumes
     }
 
-    /// Who works on which volume.
-    pub fn claims(&self) -> &InFlight {
-        &self.claims
+    /// Takes a volume or snapshot for a call. What the driver has to put in order itself is waited
+    /// for; another call is not.
+    pub async fn claim<Id: Clone + Into<Claimed>>(&self, id: &Id) -> Result<Claim<Id>, Busy> {
+        let deadline = Instant::now() + ORDER;
+        loop {
+            match self.claims.claim(id) {
+                Err(busy) if busy.is_brief() && Instant::now() < deadline => {
+                    sleep(CLAIM_RETRY).await;
+                }
+                outcome => return outcome,
+            }
+        }
     }
 
     /// How many daemons serve, and how many should but do not.
@@ -360,6 +376,16 @@ impl Node {
         noted.and_then(|noted| dir.slot_of(&noted.backend)).unwrap_or_default()
     }
 
+    /// Where the relay looks for the export of the daemon in this place, if it looks there.
+    fn backend_socket(&self, volume: &VolumeId, slot: Slot) -> PathBuf {
+        let dir = self.dir(volume);
+        let noted = store::load::<relay::Attach>(&dir.relay()).ok().flatten();
+        let noted = noted.map(|noted| noted.backend);
+        noted
+            .filter(|backend| dir.slot_of(backend) == Some(slot))
+            .unwrap_or_else(|| dir.daemon(slot).backend_socket())
+    }
+
     fn serving(&self, volume: &VolumeId) -> DaemonKey {
         DaemonKey { volume: volume.run_key(), slot: self.slot(volume) }
     }
@@ -376,6 +402,7 @@ impl Node {
             key: DaemonKey { volume: id.run_key(), slot },
             program: self.config.qsd.newest(),
             dir: self.dir(id).daemon(slot),
+            socket: self.backend_socket(id, slot),
             layers,
             reads,
             throttle: volume.throttle().clone(),

@@ -12,6 +12,6 @@ mod program;
 pub use daemon::{Daemon, Error, FLUSH, Launch, start_trial, start_workshop};
 pub use graph::{Durability, QUEUES, Reads};
 pub use live::JobState;
-use live::Jobs;
+pub use live::Jobs;
 pub use monitor::{Command, Error as MonitorError, Monitor};
 pub use program::{Identity, Programs, identity};

@@ -10,13 +10,13 @@
 //!   lock                      locked by the daemon for as long as it lives         (supervisor)
 //!   daemon.log                its standard error, the last of it                   (supervisor)
 //!   qmp.sock dbg.sock         monitors: the driver's own, and one for people           (daemon)
-//!   back.sock through.sock    the export, for the relay, by when it acknowledges       (daemon)
+//!   back.sock back2.sock      the export, for the relay, at one or the other           (daemon)
 //! RUN/<key>/relay.json        which of them the relay leads to                          (relay)
 //! RUN/<key>/export/           the directory that is published: vhost.sock               (relay)
 //! RUN/relay/                  lock, log, and the sockets of the relay       (supervisor, relay)
 //! ```
 
-use crate::{qsd::Durability, store, volume::RunKey};
+use crate::{store, volume::RunKey};
 use serde::{Deserialize, Serialize};
 use std::{
     fmt, fs, io,
@@ -338,22 +338,28 @@ impl DaemonDir {
         self.0.join("dbg.sock")
     }
 
-    /// The socket of the daemon's vhost-user-blk export that acknowledges writes so.
-    pub fn backend_socket(&self, durability: Durability) -> PathBuf {
-        self.0.join(match durability {
-            Durability::OnFlush => "back.sock",
-            Durability::EachWrite => "through.sock",
-        })
+    /// The places for the socket of the daemon's vhost-user-blk export. A VM moves from one to the
+    /// other when an export takes the place of another.
+    pub fn backend_sockets(&self) -> [PathBuf; 2] {
+        ["back.sock", "back2.sock"].map(|name| self.0.join(name))
     }
 
-    fn backend_sockets(&self) -> [PathBuf; 2] {
-        [Durability::OnFlush, Durability::EachWrite].map(|one| self.backend_socket(one))
+    /// Where the first export is.
+    pub fn backend_socket(&self) -> PathBuf {
+        let [first, _] = self.backend_sockets();
+        first
+    }
+
+    /// The place that is not this one.
+    pub fn other_backend_socket(&self, socket: &Path) -> PathBuf {
+        let [first, second] = self.backend_sockets();
+        if socket == first { second } else { first }
     }
 
     /// Removes the sockets of a daemon that is gone, so that nobody connects to nothing.
     pub fn remove_sockets(&self) -> io::Result<()> {
-        let [flush, each_write] = self.backend_sockets();
-        [self.monitor(), self.debug_monitor(), flush, each_write].iter().try_for_each(remove)
+        let [first, second] = self.backend_sockets();
+        [self.monitor(), self.debug_monitor(), first, second].iter().try_for_each(remove)
     }
 
     fn remove(&self) -> io::Result<()> {

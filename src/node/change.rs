@@ -3,7 +3,6 @@
 use super::{Error, Node, Service};
 use crate::{
     blocking::blocking,
-    crash,
     qsd::Daemon,
     units::Bytes,
     volume::{Claim, Outcome, SizeRange, Volume, VolumeId},
@@ -53,10 +52,7 @@ impl Node {
         let id = claim.volume();
         if self.has_guest(id).await {
             match daemon.resize(size).await {
-                Ok(()) => {
-                    crash::point("volume-expand-told");
-                    return Ok(());
-                }
+                Ok(()) => return Ok(()),
                 Err(error) => {
                     let error = Error::daemon(id)(error.into());
                     tracing::warn!(volume = %id, error = %crate::chain::Chain(&error), "resizing");

@@ -33,7 +33,7 @@ impl Node {
     ) -> Result<(Volume, Outcome), Error> {
         // A second call finds the volume though its source may be gone or busy by then.
         let source = match (&new.content, self.volumes.find(claim.volume())) {
-            (Some(Content::Volume(source)), Err(_)) => Some(self.claim_source(source)?),
+            (Some(Content::Volume(source)), Err(_)) => Some(self.claim_source(source).await?),
             _ => None,
         };
         let (volumes, by) = (self.volumes.clone(), claim.clone());
@@ -56,9 +56,9 @@ impl Node {
         Ok((made?, outcome))
     }
 
-    fn claim_source(&self, source: &VolumeId) -> Result<Claim, Error> {
+    async fn claim_source(&self, source: &VolumeId) -> Result<Claim, Error> {
         self.volumes.find(source)?;
-        Ok(self.claims.claim(source)?)
+        Ok(self.claim(source).await?)
     }
 
     /// Takes a snapshot, or finds the one that an earlier call with the same wishes took.
@@ -71,7 +71,7 @@ impl Node {
         if let Some(snapshot) = self.volumes.existing_snapshot(claim.snapshot(), &new)? {
             return Ok((snapshot, Outcome::AlreadySo));
         }
-        let source = Arc::new(self.claim_source(&new.source)?);
+        let source = Arc::new(self.claim_source(&new.source).await?);
         let (volumes, by, of) = (self.volumes.clone(), claim.clone(), source.clone());
         let begun = blocking(move || volumes.begin_snapshot(&by, &of, new)).await?;
         let outcome = begun.outcome();
@@ -170,7 +170,8 @@ impl Node {
             return Ok(daemon);
         }
         let failed = |error: qsd::MonitorError| Error::daemon(id)(error.into());
-        let backend = self.config.run.daemon(daemon.key()).backend_socket(after);
+        let place = self.config.run.daemon(daemon.key());
+        let backend = place.other_backend_socket(daemon.socket());
         let next = daemon.add_export(&backend, after).await.map_err(failed)?;
         let moved = self.relay.switch(&id.run_key(), &backend).await;
         let stopped =

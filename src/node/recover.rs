@@ -5,7 +5,7 @@
 //! driven on. Afterwards one task watches the supervisor, and starts again what dies.
 
 use super::{
-    Attached, Config, Error, Node, Service,
+    Attached, CLAIM_RETRY, Config, Error, Node, Service,
     attachment::{Attachment, Phase},
 };
 use crate::{
@@ -38,9 +38,6 @@ const STEADY: Duration = Duration::from_millis(100);
 
 /// How long the supervisor's report of a death may come after the end of the monitor.
 const REPORT: Duration = Duration::from_millis(20);
-
-/// How often a volume that somebody works on is asked for.
-const CLAIM_RETRY: Duration = Duration::from_millis(5);
 
 /// How long a supervisor that cannot be had is left alone.
 const SUPERVISOR_RETRY: Duration = Duration::from_secs(1);
@@ -209,7 +206,7 @@ impl Node {
 
     /// The first attempt at once, and if that fails further ones in the background.
     async fn start_revival(&self, id: VolumeId) {
-        let Ok(claim) = self.claims.claim(&id) else { return };
+        let Ok(claim) = self.claims.claim_briefly(&id) else { return };
         if let Err(error) = self.restart(&claim).await {
             error!(volume = %id, error = %Chain(&error), "not served");
             self.tasks.spawn(self.clone().revive(id, FIRST_PAUSE));
@@ -314,7 +311,7 @@ impl Node {
     async fn claim_after(&self, id: &VolumeId, pause: Duration) -> Claim {
         sleep(pause).await;
         loop {
-            match self.claims.claim(id) {
+            match self.claims.claim_briefly(id) {
                 Ok(claim) => return claim,
                 Err(_) => sleep(CLAIM_RETRY).await,
             }

@@ -28,7 +28,7 @@ impl Node {
 
     /// Has the relay lead VMs to this daemon.
     pub(super) async fn relay_to(&self, id: &VolumeId, daemon: &Daemon) -> Result<(), Error> {
-        let backend = self.config.run.daemon(daemon.key()).backend_socket(daemon.durability());
+        let backend = daemon.socket().to_owned();
         let tracking = self.tracking(daemon).await?;
         let attach = Attach { key: id.run_key(), backend, tracking };
         let fail = |source| Error::Relay { volume: id.clone(), source };
@@ -104,7 +104,7 @@ impl Node {
     }
 
     async fn relay_again(&self, id: &VolumeId, daemon: &Daemon) {
-        let Ok(_claim) = self.claims.claim(id) else { return };
+        let Ok(_claim) = self.claims.claim_briefly(id) else { return };
         let is_served = |one: super::Attached| matches!(one.service, Service::Up(now) if now.pid() == daemon.pid());
         if !self.find(id).is_some_and(is_served) {
             return;
@@ -117,7 +117,7 @@ impl Node {
 
     /// Its requests are noted, and the next daemon does them again.
     async fn end_deaf(&self, id: &VolumeId, daemon: &Daemon) {
-        let Ok(_claim) = self.claims.claim(id) else { return };
+        let Ok(_claim) = self.claims.claim_briefly(id) else { return };
         warn!(volume = %id, pid = daemon.pid(), "ending a daemon that does not answer the relay");
         if let Err(error) = self.supervisor.kill(daemon.key()).await {
             error!(volume = %id, error = %Chain(&error), "ending a daemon");

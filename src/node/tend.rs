@@ -3,19 +3,19 @@
 //! The domain says what is to be done and where the layers are open; it is done by the one daemon
 //! that has them, or by one that is started for it. Work yields to calls, and is begun again.
 
-use super::{Error, Node, Service};
+use super::{CLAIM_RETRY, Error, Node, Service};
 use crate::{
     blocking::blocking,
     chain::Chain,
     crash,
     qsd::{self, Daemon, JobState},
     run::{DaemonKey, Slot},
-    volume::{Layer, Site, Use, VolumeId, Way, Work},
+    volume::{Claim, Layer, Site, Use, VolumeId, Way, Work},
 };
 use std::{sync::Arc, time::Duration};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
-    time::sleep,
+    time::{Instant, sleep},
 };
 use tracing::{info, warn};
 
@@ -27,6 +27,18 @@ const ROUND: Duration = Duration::from_secs(5);
 
 /// How soon a job is looked at that has just begun, and how often one that takes long.
 const LOOKS: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(200)];
+
+/// How long a VM is held back at most while the last writes are committed.
+const HELD: Duration = Duration::from_secs(5);
+
+/// How far a job is followed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Follow {
+    /// Until it ended.
+    UntilDone,
+    /// Until it only follows writes.
+    UntilReady,
+}
 
 /// How a job ended.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -80,20 +92,18 @@ impl Node {
     async fn carry_out(self, work: Work, slot: OwnedSemaphorePermit) {
         let layer = work.upper().id;
         info!(%layer, way = name(work.way()), site = ?work.site(), "moving data between layers");
-        let outcome = match work.site() {
-            Site::Workshop => self.work_in_workshop(&work).await,
-            Site::Daemon(volume) => self.work_in_daemon(volume, &work).await,
+        let outcome = match work.site().clone() {
+            Site::Workshop => self.work_in_workshop(work).await,
+            Site::Daemon(volume) => self.work_in_daemon(&volume, work).await,
         };
         match outcome {
             Ok(Ended::Moved) => info!(%layer, "moved"),
             Ok(Ended::Interrupted) => info!(%layer, "interrupted; it is begun again"),
             Err(error) => {
                 warn!(%layer, error = %Chain(&error), "moving data between layers");
-                work.failed();
-                return;
+                self.volumes.work_failed(layer);
             }
         }
-        drop(work);
         drop(slot);
         self.nudge();
     }
@@ -101,27 +111,114 @@ impl Node {
     /// Work in the daemon that has the layers open. Its graph changes as the job ends, and the
     /// records follow; a driver that dies in between finds a daemon that serves the same bytes, and
     /// replaces it.
-    async fn work_in_daemon(&self, id: &VolumeId, work: &Work) -> Result<Ended, Error> {
+    async fn work_in_daemon(&self, id: &VolumeId, work: Work) -> Result<Ended, Error> {
         let Some(Service::Up(daemon)) = self.find(id).map(|one| one.service) else {
             return Ok(Ended::Interrupted);
         };
+        let active = self.volumes.layers_of_volume(id).first().copied();
+        if matches!(work.way(), Way::Commit { .. }) && active == Some(work.upper().id) {
+            return self.commit_active(id, &daemon, work).await;
+        }
         let failed = |error: qsd::MonitorError| Error::daemon(id)(error.into());
-        if self.run_job(&daemon, work).await.map_err(failed)? == Ended::Interrupted {
+        if self.run_job(&daemon, &work).await.map_err(failed)? == Ended::Interrupted {
             return Ok(Ended::Interrupted);
         }
         crash::point("work-moved");
-        let gone = gone(work);
-        self.finish_work(work)?;
-        for layer in gone {
-            daemon.close_layer(&layer).await.map_err(failed)?;
-        }
-        daemon.dismiss_job().await.map_err(failed)?;
+        self.finish_work(&work)?;
+        let gone = gone(&work);
+        drop(work); // whoever replaces a daemon waits for the end of all work on it
+        self.tidy(id, &daemon, gone).await;
         Ok(Ended::Moved)
+    }
+
+    /// Commits the active layer of a volume that is written to meanwhile.
+    ///
+    /// ```text
+    /// job follows the writes -- VM held back -- job ends, in step -- daemon ends -- VM was held all the time? record -- next daemon
+    /// ```
+    ///
+    /// Before the record is replaced, the active layer has every byte; after it, the one below has,
+    /// and nothing was written in between, as the relay held the VM back or there was no daemon.
+    async fn commit_active(
+        &self,
+        id: &VolumeId,
+        daemon: &Daemon,
+        work: Work,
+    ) -> Result<Ended, Error> {
+        let failed = |error: qsd::MonitorError| Error::daemon(id)(error.into());
+        if self.follow_job(daemon, &work, Follow::UntilReady).await.map_err(failed)?
+            == Ended::Interrupted
+        {
+            return Ok(Ended::Interrupted);
+        }
+        let Some(claim) = self.claim_for(id, &work).await else {
+            daemon.cancel_job().await.map_err(failed)?;
+            daemon.dismiss_job().await.map_err(failed)?;
+            return Ok(Ended::Interrupted);
+        };
+        crash::point("commit-ready");
+        let begin = Instant::now();
+        let key = id.run_key();
+        let relayed = |source| Error::Relay { volume: id.clone(), source };
+        let settled = async {
+            self.relay.pause(&key, HELD).await.map_err(relayed)?;
+            let ended = daemon.end_ready_job().await.map_err(failed)?;
+            Ok::<_, Error>(ended == JobState::Done)
+        };
+        let settled = settled.await;
+        let stopped = daemon.stop(&self.supervisor).await;
+        crash::point("commit-stopped");
+        // Requests wait for a daemon from here on, held back or not.
+        let held = self.relay.resume(&key).await;
+        let outcome = match (settled, stopped, held) {
+            (Ok(true), Ok(()), Ok(true)) => self.finish_work(&work).map(|()| Ended::Moved),
+            (Err(error), _, _) => Err(error),
+            (_, Err(error), _) => Err(error.into()),
+            (_, _, Err(source)) => Err(relayed(source)),
+            (Ok(_), Ok(()), Ok(_)) => Ok(Ended::Interrupted),
+        };
+        drop(work); // or the restart would wait for it
+        self.restart(&claim).await?;
+        info!(volume = %id, stopped = ?begin.elapsed(), "the active layer was committed");
+        outcome
+    }
+
+    /// The claim of a volume, unless somebody needs its layers first.
+    async fn claim_for(&self, id: &VolumeId, work: &Work) -> Option<Claim> {
+        loop {
+            match self.claims.claim_briefly(id) {
+                Ok(claim) if !work.is_interrupted() => return Some(claim),
+                Ok(_) => return None,
+                Err(_) => tokio::select! {
+                    () = work.interrupted() => return None,
+                    () = self.stop.cancelled() => return None,
+                    () = sleep(CLAIM_RETRY) => {}
+                },
+            }
+        }
+    }
+
+    /// Has a daemon close what it has no use for. One that does not is replaced, if nobody works on
+    /// the volume: whoever does sees to it himself.
+    async fn tidy(&self, id: &VolumeId, daemon: &Daemon, gone: Vec<Layer>) {
+        let tidy = async {
+            daemon.dismiss_job().await?;
+            for layer in gone {
+                daemon.close_layer(&layer).await?;
+            }
+            Ok(())
+        };
+        let Err(error) = tidy.await else { return };
+        let error = Error::daemon(id)(qsd::Error::Monitor(error));
+        match self.claims.claim_briefly(id) {
+            Ok(claim) => self.replace_doubtful(&claim, daemon, &error).await,
+            Err(_) => warn!(volume = %id, error = %Chain(&error), "layers stay open"),
+        }
     }
 
     /// Work in a daemon of its own, on layers that nobody has open. A crash leaves a daemon and a
     /// directory of no attachment, which start-up clears.
-    async fn work_in_workshop(&self, work: &Work) -> Result<Ended, Error> {
+    async fn work_in_workshop(&self, work: Work) -> Result<Ended, Error> {
         let key = DaemonKey { volume: work.upper().id.run_key(), slot: Slot::A };
         let dir = self.config.run.volume(&key.volume);
         let (program, place) = (self.config.qsd.newest(), dir.daemon(key.slot));
@@ -132,7 +229,7 @@ impl Node {
             let started =
                 qsd::start_workshop(&key, &program, &place, layers, &self.supervisor).await;
             let daemon = started.map_err(failed)?;
-            let ended = self.run_job(&daemon, work).await.map_err(|error| failed(error.into()))?;
+            let ended = self.run_job(&daemon, &work).await.map_err(|error| failed(error.into()))?;
             daemon.stop(&self.supervisor).await?;
             Ok(ended)
         };
@@ -143,7 +240,7 @@ impl Node {
         }
         if matches!(outcome, Ok(Ended::Moved)) {
             crash::point("workshop-moved");
-            self.finish_work(work)?;
+            self.finish_work(&work)?;
         }
         outcome
     }
@@ -154,9 +251,19 @@ impl Node {
     }
 
     async fn run_job(&self, daemon: &Daemon, work: &Work) -> Result<Ended, qsd::MonitorError> {
+        self.follow_job(daemon, work, Follow::UntilDone).await
+    }
+
+    async fn follow_job(
+        &self,
+        daemon: &Daemon,
+        work: &Work,
+        follow: Follow,
+    ) -> Result<Ended, qsd::MonitorError> {
         if work.is_interrupted() {
             return Ok(Ended::Interrupted);
         }
+        daemon.end_jobs().await?; // what is left of one that failed
         daemon.start_job(work.upper(), work.way()).await?;
         crash::point("work-begun");
         let [mut pause, longest] = LOOKS;
@@ -169,6 +276,8 @@ impl Node {
             pause = (pause * 2).min(longest);
             match state {
                 JobState::Running { done, total } => work.progress().set(done, total),
+                JobState::Ready if follow == Follow::UntilReady => return Ok(Ended::Moved),
+                JobState::Ready => daemon.complete_job().await?,
                 JobState::Done => return Ok(Ended::Moved),
                 JobState::Failed(reason) => {
                     daemon.dismiss_job().await?;

@@ -92,7 +92,7 @@ impl Node {
             dir.create().map_err(Error::run(dir.path()))?;
             let started = qsd::start_trial(&key, program, &place, limit, supervisor).await;
             started.map_err(|source| Error::Trial { program: program.to_owned(), source })?;
-            let socket = place.backend_socket(qsd::Durability::OnFlush);
+            let socket = place.backend_socket();
             Ok(blocking(move || relay::self_test(&socket)).await)
         };
         let outcome = trial.await;

@@ -68,8 +68,7 @@ impl Node {
         let launch = Launch { beside: Some(serving), ..launch };
         let daemon = launch.start(&self.supervisor).await.map_err(Error::daemon(id))?;
         crash::point("node-upgrade-beside");
-        let backend = self.config.run.daemon(&next).backend_socket(daemon.durability());
-        let stopped = match self.relay.switch(&next.volume, &backend).await {
+        let stopped = match self.relay.switch(&next.volume, daemon.socket()).await {
             Ok(stopped) => stopped,
             Err(error) => return Err(self.stay(id, &next, error).await),
         };

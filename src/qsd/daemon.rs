@@ -69,6 +69,8 @@ pub struct Launch {
     pub program: PathBuf,
     /// Its directory; exists.
     pub dir: DaemonDir,
+    /// Where its export is to be.
+    pub socket: PathBuf,
     /// The layers of the volume, from the active one down.
     pub layers: Vec<Layer>,
     /// What becomes of data that is read from below the active layer.
@@ -88,6 +90,7 @@ pub struct Daemon {
     monitor: Monitor,
     pid: i32,
     version: String,
+    socket: PathBuf,
     durability: Durability,
     since: Instant,
 }
@@ -125,7 +128,7 @@ pub async fn start_trial(
     supervisor: &supervisor::Client,
 ) -> Result<(), Error> {
     let exclusive = dir.path();
-    let commands = graph::trial(requests_per_second, &dir.backend_socket(Durability::OnFlush));
+    let commands = graph::trial(requests_per_second, &dir.backend_socket());
     let start = Start { key, program, dir, exclusive, beside: None, commands };
     start.run(supervisor).await.map(drop)
 }
@@ -142,8 +145,8 @@ pub async fn start_workshop(
     let commands = graph::workshop(layers);
     let start = Start { key, program, dir, exclusive: dir.path(), beside: None, commands };
     let (monitor, pid, version) = start.run(supervisor).await?;
-    let (key, durability) = (key.clone(), Durability::OnFlush);
-    Ok(Daemon { key, monitor, pid, version, durability, since: Instant::now() })
+    let (key, socket, durability) = (key.clone(), dir.backend_socket(), Durability::OnFlush);
+    Ok(Daemon { key, monitor, pid, version, socket, durability, since: Instant::now() })
 }
 
 impl Launch {
@@ -154,7 +157,7 @@ impl Launch {
             layers: &self.layers,
             reads: self.reads,
             throttle: &self.throttle,
-            socket: &self.dir.backend_socket(self.durability),
+            socket: &self.socket,
             durability: self.durability,
             sharing: if self.beside.is_some() { Sharing::Handover } else { Sharing::Alone },
         };
@@ -167,8 +170,19 @@ impl Launch {
             commands: graph::commands(plan),
         };
         let (monitor, pid, version) = start.run(supervisor).await?;
-        let (key, durability) = (self.key.clone(), self.durability);
-        Ok(Daemon { key, monitor, pid, version, durability, since: Instant::now() })
+        Ok(self.daemon(monitor, pid, version))
+    }
+
+    fn daemon(&self, monitor: Monitor, pid: i32, version: String) -> Daemon {
+        Daemon {
+            key: self.key.clone(),
+            monitor,
+            pid,
+            version,
+            socket: self.socket.clone(),
+            durability: self.durability,
+            since: Instant::now(),
+        }
     }
 
     /// Takes over a daemon that runs, after a look at what it serves.
@@ -195,8 +209,7 @@ impl Launch {
             return outdated("acknowledges writes at another time");
         }
         let version = version(&monitor).await?;
-        let (key, durability) = (self.key.clone(), self.durability);
-        let daemon = Daemon { key, monitor, pid, version, durability, since: Instant::now() };
+        let daemon = self.daemon(monitor, pid, version);
         // Work of an earlier driver: what it moved stays moved, but nobody records an end.
         if daemon.end_jobs().await? == Jobs::ChangedGraph {
             return outdated("has merged layers");
@@ -341,9 +354,14 @@ impl Daemon {
         self.durability
     }
 
-    /// The same daemon, after its export was replaced.
-    pub(super) fn acknowledging(&self, durability: Durability) -> Self {
-        Self { durability, ..self.clone() }
+    /// Where its export is.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// The same daemon, with another export in the place of the one it had.
+    pub(super) fn exporting(&self, socket: &Path, durability: Durability) -> Self {
+        Self { socket: socket.to_owned(), durability, ..self.clone() }
     }
 
     pub(super) async fn execute(&self, command: Command) -> Result<Value, monitor::Error> {

@@ -30,7 +30,7 @@ const LOOK: Duration = Duration::from_millis(1);
 
 /// What an earlier driver's jobs left of the graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Jobs {
+pub enum Jobs {
     /// It is as it was built.
     LeftGraph,
     /// A job ended well, and changed it.
@@ -47,6 +47,8 @@ pub enum JobState {
         /// To look at.
         total: u64,
     },
+    /// All was moved; it follows writes until it is told to end.
+    Ready,
     /// All is where it should be, and flushed.
     Done,
     /// It ended before that.
@@ -90,7 +92,7 @@ impl Daemon {
     pub async fn add_export(&self, socket: &Path, durability: Durability) -> Result<Self, Error> {
         let arguments = graph::export(socket, durability);
         self.execute(Command::new("block-export-add", arguments)).await?;
-        Ok(self.acknowledging(durability))
+        Ok(self.exporting(socket, durability))
     }
 
     /// Closes an export that nobody is connected to any more.
@@ -144,15 +146,14 @@ impl Daemon {
         self.execute(command).await.map(drop)
     }
 
-    /// How the job is getting on. One that has moved all but still follows writes, though nobody
-    /// writes, is told to end.
+    /// How the job is getting on.
     pub async fn job(&self) -> Result<JobState, Error> {
         let jobs = self.execute(Command::new("query-jobs", json!({}))).await?;
         let Some(job) = jobs.as_array().and_then(|jobs| jobs.first()) else {
             return Ok(JobState::Failed("it is gone".to_owned()));
         };
         if job["status"] == "ready" {
-            self.execute(Command::new("job-complete", json!({ "id": JOB }))).await?;
+            return Ok(JobState::Ready);
         }
         if job["status"] != "concluded" {
             let count = |key: &str| job[key].as_u64().unwrap_or_default();
@@ -165,18 +166,37 @@ impl Daemon {
         })
     }
 
+    /// Has a job that is ready end, where nobody writes: the layer below takes the place of the one
+    /// that was moved.
+    pub async fn complete_job(&self) -> Result<(), Error> {
+        self.execute(Command::new("job-complete", json!({ "id": JOB }))).await.map(drop)
+    }
+
+    /// Has a job that is ready end as soon as nothing is left to follow, and leaves the layers in
+    /// their places (facts/qsd.md section 10: consistent, without pivot).
+    pub async fn end_ready_job(&self) -> Result<JobState, Error> {
+        self.execute(Command::new("block-job-cancel", json!({ "device": JOB }))).await?;
+        self.end_of_job("block-job-cancel").await
+    }
+
     /// Has the job end early; it may have been done.
     pub async fn cancel_job(&self) -> Result<JobState, Error> {
         // One that has ended in this moment refuses.
         _ = self.execute(Command::new("job-cancel", json!({ "id": JOB }))).await;
+        self.end_of_job("job-cancel").await
+    }
+
+    async fn end_of_job(&self, command: &'static str) -> Result<JobState, Error> {
         let deadline = Instant::now() + CANCELLATION;
         loop {
             match self.job().await? {
-                JobState::Running { .. } if Instant::now() < deadline => sleep(LOOK).await,
-                JobState::Running { .. } => {
-                    return Err(Error::Deadline { command: "job-cancel", limit: CANCELLATION });
+                ended @ (JobState::Done | JobState::Failed(_)) => return Ok(ended),
+                JobState::Running { .. } | JobState::Ready if Instant::now() < deadline => {
+                    sleep(LOOK).await;
                 }
-                ended => return Ok(ended),
+                JobState::Running { .. } | JobState::Ready => {
+                    return Err(Error::Deadline { command, limit: CANCELLATION });
+                }
             }
         }
     }
@@ -187,14 +207,14 @@ impl Daemon {
     }
 
     /// Ends what jobs an earlier driver left.
-    pub(super) async fn end_jobs(&self) -> Result<Jobs, Error> {
+    pub async fn end_jobs(&self) -> Result<Jobs, Error> {
         let jobs = self.execute(Command::new("query-jobs", json!({}))).await?;
         if jobs.as_array().is_none_or(Vec::is_empty) {
             return Ok(Jobs::LeftGraph);
         }
         match self.cancel_job().await? {
             JobState::Done => Ok(Jobs::ChangedGraph),
-            JobState::Failed(_) | JobState::Running { .. } => {
+            JobState::Failed(_) | JobState::Running { .. } | JobState::Ready => {
                 self.dismiss_job().await?;
                 Ok(Jobs::LeftGraph)
             }

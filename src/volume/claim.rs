@@ -3,7 +3,7 @@
 
 use super::{SnapshotId, VolumeId};
 use std::{
-    collections::HashSet,
+    collections::HashMap,
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
@@ -11,7 +11,23 @@ use std::{
 /// Another operation is still under way.
 #[derive(Debug, thiserror::Error)]
 #[error("another operation on {0} is under way; try again")]
-pub struct Busy(Claimed);
+pub struct Busy(Claimed, Holder);
+
+impl Busy {
+    /// Whether it is over in a moment: the driver itself has something to put in order.
+    pub fn is_brief(&self) -> bool {
+        self.1 == Holder::Driver
+    }
+}
+
+/// Who works on something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Holder {
+    /// A call.
+    Caller,
+    /// The driver, which puts something in order.
+    Driver,
+}
 
 /// What can be claimed.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -24,7 +40,7 @@ pub enum Claimed {
 
 /// What is claimed at the moment. CSI asks for ABORTED, not for a queue.
 #[derive(Clone, Default, Debug)]
-pub struct InFlight(Arc<Mutex<HashSet<Claimed>>>);
+pub struct InFlight(Arc<Mutex<HashMap<Claimed, Holder>>>);
 
 /// Proof that this task alone works on the volume or snapshot; dropping it lets the next one in.
 #[derive(Debug)]
@@ -34,22 +50,36 @@ pub struct Claim<Id: Clone + Into<Claimed> = VolumeId> {
 }
 
 impl InFlight {
-    /// Takes the volume or snapshot, or says that somebody else has it.
+    /// Takes the volume or snapshot for a call, or says that somebody else has it.
     pub fn claim<Id: Clone + Into<Claimed>>(&self, id: &Id) -> Result<Claim<Id>, Busy> {
+        self.claim_as(id, Holder::Caller)
+    }
+
+    /// Takes the volume or snapshot for a moment, for what the driver puts in order by itself.
+    pub fn claim_briefly<Id: Clone + Into<Claimed>>(&self, id: &Id) -> Result<Claim<Id>, Busy> {
+        self.claim_as(id, Holder::Driver)
+    }
+
+    fn claim_as<Id: Clone + Into<Claimed>>(
+        &self,
+        id: &Id,
+        holder: Holder,
+    ) -> Result<Claim<Id>, Busy> {
         let claimed = id.clone().into();
-        if self.set().insert(claimed.clone()) {
-            Ok(Claim { all: self.clone(), id: id.clone() })
-        } else {
-            Err(Busy(claimed))
+        let mut all = self.all();
+        if let Some(holder) = all.get(&claimed) {
+            return Err(Busy(claimed, *holder));
         }
+        all.insert(claimed, holder);
+        Ok(Claim { all: self.clone(), id: id.clone() })
     }
 
     /// Whether somebody works on it.
     pub(super) fn is_taken(&self, id: impl Into<Claimed>) -> bool {
-        self.set().contains(&id.into())
+        self.all().contains_key(&id.into())
     }
 
-    fn set(&self) -> MutexGuard<'_, HashSet<Claimed>> {
+    fn all(&self) -> MutexGuard<'_, HashMap<Claimed, Holder>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -70,7 +100,7 @@ impl Claim<SnapshotId> {
 
 impl<Id: Clone + Into<Claimed>> Drop for Claim<Id> {
     fn drop(&mut self) {
-        self.all.set().remove(&self.id.clone().into());
+        self.all.all().remove(&self.id.clone().into());
     }
 }
 
@@ -109,5 +139,16 @@ mod test {
         assert!(all.claim(&"pvc-1".parse::<SnapshotId>().unwrap()).is_ok());
         drop(first);
         assert!(all.claim(&volume).is_ok());
+    }
+
+    #[test]
+    fn who_comes_second_knows_whether_it_is_worth_waiting() {
+        let all = InFlight::default();
+        let volume: VolumeId = "pvc-1".parse().unwrap();
+        let first = all.claim_briefly(&volume).unwrap();
+        assert!(all.claim(&volume).unwrap_err().is_brief());
+        drop(first);
+        let _second = all.claim(&volume).unwrap();
+        assert!(!all.claim_briefly(&volume).unwrap_err().is_brief());
     }
 }

@@ -189,12 +189,6 @@ impl Work {
     pub fn progress(&self) -> &Progress {
         &self.progress
     }
-
-    /// It did not work, so it is left alone for a while.
-    pub fn failed(self) {
-        let until = Instant::now() + AFTER_FAILURE;
-        self.shared.lock().jobs.failed.insert(self.upper.id, until);
-    }
 }
 
 impl Drop for Work {
@@ -264,6 +258,11 @@ impl Volumes {
                 while done.changed().await.is_ok() {}
             }
         }
+    }
+
+    /// Work for this layer did not succeed, so it is left alone for a while.
+    pub fn work_failed(&self, upper: LayerId) {
+        self.state.lock().jobs.failed.insert(upper, Instant::now() + AFTER_FAILURE);
     }
 
     /// What is being done.
@@ -442,12 +441,10 @@ impl State {
             Kind::Bypass => self.stream(plan.lower),
             Kind::Merge => {
                 let upper = self.layer(plan.upper)?;
-                let is_written = self.volume_on(plan.upper).is_some() && site != Site::Workshop;
-                match upper.allocated() < lower.allocated() {
-                    // What is written while it is committed would have to be caught up with.
-                    true if is_written => return None,
-                    true => Way::Commit { into: lower },
-                    false => self.stream(plan.lower),
+                if upper.allocated() < lower.allocated() {
+                    Way::Commit { into: lower }
+                } else {
+                    self.stream(plan.lower)
                 }
             }
         };

@@ -1,10 +1,14 @@
 //! Bad input: each with its code, the field and the value in the message, and nothing left behind.
 
 use crate::harness::{Driver, GIB, create_request, mount, names};
-use pb::volume_capability::{AccessType, BlockVolume, MountVolume, access_mode::Mode};
+use pb::{
+    volume_capability::{AccessType, BlockVolume, MountVolume, access_mode::Mode},
+    volume_content_source,
+};
 use qsd_csi::csi::pb::csi as pb;
 use std::{collections::HashMap, fs, os::unix::fs::symlink};
 use tonic::{Code, Status};
+use volume_content_source::{SnapshotSource, Type as ContentType, VolumeSource};
 
 fn assert_refused<T: std::fmt::Debug>(outcome: Result<T, Status>, code: Code, words: &[&str]) {
     let error = outcome.unwrap_err();
@@ -62,7 +66,9 @@ async fn create_volume() {
         (parameter("pool", "other"), InvalidArgument, &["parameters", "pool", "\"other\""]),
         (parameter("pool", "../x"), InvalidArgument, &["parameters", "pool", "\"../x\""]),
         (parameter("publish", "nfs"), InvalidArgument, &["parameters", "publish", "\"nfs\""]),
-        (parameter("format", "qcow2"), InvalidArgument, &["parameters", "format", "\"qcow2\""]),
+        (parameter("format", "vmdk"), InvalidArgument, &["parameters", "format", "\"vmdk\""]),
+        (parameter("copyMode", "full"), InvalidArgument, &["copyMode", "\"full\"", "clone"]),
+        (parameter("iopsMax", "9"), InvalidArgument, &["iopsMax", "9", "iops"]),
         (range(0, 0), InvalidArgument, &["capacity_range", "required_bytes"]),
         (range(-1, 0), InvalidArgument, &["required_bytes", "-1"]),
         (range(0, -1), InvalidArgument, &["limit_bytes", "-1"]),
@@ -92,11 +98,11 @@ async fn create_volume() {
         ),
         (
             pb::CreateVolumeRequest {
-                mutable_parameters: HashMap::from([("iops".into(), "1".into())]),
+                mutable_parameters: HashMap::from([("pool".into(), "main".into())]),
                 ..good()
             },
             InvalidArgument,
-            &["mutable_parameters", "\"iops\""],
+            &["mutable_parameters", "\"pool\""],
         ),
         (create_request("there", 2 * GIB), AlreadyExists, &["there", "1073741824", "2147483648"]),
         (
@@ -125,6 +131,153 @@ async fn create_volume() {
         assert_eq!(names(&driver.path("pool/layers")).len(), 1);
     }
     driver.delete("there").await.unwrap();
+    driver.assert_empty().await;
+}
+
+#[tokio::test]
+async fn what_a_volume_is_made_from() {
+    use Code::{AlreadyExists, InvalidArgument, NotFound, OutOfRange};
+    let second = tempfile::tempdir().unwrap();
+    let pool = format!("second={}", second.path().display());
+    let driver = Driver::start_with(&["--pool", &pool]).await;
+    let mut source = create_request("there", GIB);
+    source.parameters = HashMap::from([("pool".into(), "main".into())]);
+    driver.controller().create_volume(source).await.unwrap();
+    driver.snapshot("snap", "there").await.unwrap();
+    let before = names(&driver.path("pool/layers"));
+    let of_volume = |id: &str| ContentType::Volume(VolumeSource { volume_id: id.into() });
+    let of_snapshot = |id: &str| ContentType::Snapshot(SnapshotSource { snapshot_id: id.into() });
+    let from = |content| pb::CreateVolumeRequest {
+        volume_content_source: Some(pb::VolumeContentSource { r#type: Some(content) }),
+        ..create_request("new", GIB)
+    };
+    let sized = |required_bytes, limit_bytes| pb::CreateVolumeRequest {
+        capacity_range: Some(pb::CapacityRange { required_bytes, limit_bytes }),
+        ..from(of_snapshot("snap"))
+    };
+    let with = |key: &str, value: &str| pb::CreateVolumeRequest {
+        parameters: HashMap::from([(key.into(), value.into())]),
+        ..from(of_volume("there"))
+    };
+    let cases: Vec<(pb::CreateVolumeRequest, Code, &[&str])> = vec![
+        (from(of_volume("")), InvalidArgument, &["volume_id"]),
+        (from(of_snapshot("")), InvalidArgument, &["snapshot_id"]),
+        (from(of_volume("nobody")), NotFound, &["nobody"]),
+        (from(of_snapshot("nothing")), NotFound, &["nothing"]),
+        (from(of_volume("../x")), NotFound, &["volume_content_source", "../x"]),
+        (from(of_snapshot("../x")), NotFound, &["volume_content_source", "../x"]),
+        (sized(GIB / 2, 0), OutOfRange, &["snap", "1073741824"]),
+        (sized(0, GIB / 2), OutOfRange, &["snap", "1073741824"]),
+        (with("copyMode", "none"), InvalidArgument, &["copyMode", "none", "there"]),
+        (with("pool", "second"), InvalidArgument, &["there", "main"]),
+        (
+            pb::CreateVolumeRequest { name: "there".into(), ..from(of_snapshot("snap")) },
+            AlreadyExists,
+            &["there", "volume_content_source", "snap"],
+        ),
+    ];
+    for (request, code, words) in cases {
+        assert_refused(driver.controller().create_volume(request).await, code, words);
+        assert_eq!(names(&driver.path("pool/records/volumes")), ["there.json"]);
+        assert_eq!(names(&driver.path("pool/layers")), before);
+    }
+    driver.delete_snapshot("snap").await.unwrap();
+    driver.delete("there").await.unwrap();
+    driver.assert_empty().await;
+}
+
+#[tokio::test]
+async fn snapshots() {
+    use Code::{Aborted, AlreadyExists, InvalidArgument, NotFound};
+    let driver = Driver::start().await;
+    driver.create("one").await;
+    driver.create("two").await;
+    driver.snapshot("snap", "one").await.unwrap();
+    let longer = "n".repeat(129);
+    for (name, volume, code, words) in [
+        ("", "one", InvalidArgument, &["name"][..]),
+        (&longer, "one", InvalidArgument, &["name", "129 bytes"]),
+        ("new", "", InvalidArgument, &["source_volume_id"]),
+        ("new", "nobody", NotFound, &["nobody"]),
+        ("new", "../x", NotFound, &["../x"]),
+        ("snap", "two", AlreadyExists, &["snap", "one", "two"]),
+    ] {
+        assert_refused(driver.snapshot(name, volume).await, code, words);
+    }
+    let parameters = HashMap::from([("fast".into(), "yes".into())]);
+    let request = pb::CreateSnapshotRequest {
+        name: "new".into(),
+        source_volume_id: "one".into(),
+        parameters,
+        ..Default::default()
+    };
+    let outcome = driver.controller().create_snapshot(request).await;
+    assert_refused(outcome, InvalidArgument, &["parameters", "fast"]);
+    assert_refused(driver.delete_snapshot("").await, InvalidArgument, &["snapshot_id"]);
+    driver.delete_snapshot("../x").await.unwrap();
+    let get = |id: &str| pb::GetSnapshotRequest { snapshot_id: id.into(), ..Default::default() };
+    for (id, code) in [("", InvalidArgument), ("../x", NotFound), ("nothing", NotFound)] {
+        let outcome = driver.controller().get_snapshot(get(id)).await;
+        assert_refused(outcome, code, &["snapshot"]);
+    }
+    let list = |max_entries, token: &str| pb::ListSnapshotsRequest {
+        max_entries,
+        starting_token: token.into(),
+        ..Default::default()
+    };
+    for (request, code) in [(list(-1, ""), InvalidArgument), (list(0, "x"), Aborted)] {
+        assert_refused(driver.controller().list_snapshots(request).await, code, &[]);
+    }
+    assert_eq!(names(&driver.path("pool/records/snapshots")), ["snap.json"]);
+    driver.delete_snapshot("snap").await.unwrap();
+    driver.delete("one").await.unwrap();
+    driver.delete("two").await.unwrap();
+    driver.assert_empty().await;
+}
+
+#[tokio::test]
+async fn expansion_and_limits() {
+    use Code::{InvalidArgument, NotFound, OutOfRange, ResourceExhausted};
+    let driver = Driver::start().await;
+    driver.create("pvc-1").await;
+    let expand = |id: &str, required_bytes, limit_bytes| pb::ControllerExpandVolumeRequest {
+        volume_id: id.into(),
+        capacity_range: Some(pb::CapacityRange { required_bytes, limit_bytes }),
+        ..Default::default()
+    };
+    let without =
+        pb::ControllerExpandVolumeRequest { capacity_range: None, ..expand("pvc-1", 0, 0) };
+    let cases: Vec<(_, Code, &[&str])> = vec![
+        (expand("", GIB, 0), InvalidArgument, &["volume_id"]),
+        (without, InvalidArgument, &["capacity_range"]),
+        (expand("nobody", GIB, 0), NotFound, &["nobody"]),
+        (expand("pvc-1", 0, 0), InvalidArgument, &["capacity_range"]),
+        (expand("pvc-1", GIB / 4, GIB / 2), OutOfRange, &["pvc-1", "1073741824", "never shrinks"]),
+        (expand("pvc-1", 1 << 60, 0), ResourceExhausted, &["main"]),
+    ];
+    for (request, code, words) in cases {
+        let outcome = driver.controller().controller_expand_volume(request).await;
+        assert_refused(outcome, code, words);
+    }
+    let modify = |id: &str, pairs: &[(&str, &str)]| pb::ControllerModifyVolumeRequest {
+        volume_id: id.into(),
+        mutable_parameters: pairs.iter().map(|(k, v)| ((*k).into(), (*v).into())).collect(),
+        ..Default::default()
+    };
+    let cases: Vec<(_, Code, &[&str])> = vec![
+        (modify("", &[]), InvalidArgument, &["volume_id"]),
+        (modify("nobody", &[("iops", "1")]), NotFound, &["nobody"]),
+        (modify("pvc-1", &[("pool", "x")]), InvalidArgument, &["\"pool\""]),
+        (modify("pvc-1", &[("iops", "9"), ("bytesPerSecond", "x")]), InvalidArgument, &["\"x\""]),
+        (modify("pvc-1", &[("iops", "9"), ("iopsRead", "9")]), InvalidArgument, &["iopsRead"]),
+    ];
+    for (request, code, words) in cases {
+        let outcome = driver.controller().controller_modify_volume(request).await;
+        assert_refused(outcome, code, words);
+    }
+    let record = fs::read_to_string(driver.path("pool/records/volumes/pvc-1.json")).unwrap();
+    assert!(!record.contains("throttle"), "nothing of a refused change is kept: {record}");
+    driver.delete("pvc-1").await.unwrap();
     driver.assert_empty().await;
 }
 

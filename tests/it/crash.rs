@@ -1,11 +1,11 @@
 //! The driver dies at every crash point, is started again, and the call repeated as a sidecar
 //! would: it ends as if nothing had happened, and nothing is left behind.
 
-use crate::harness::{Driver, daemons_below, names, until};
-use std::{collections::BTreeSet, fs, path::Path};
+use crate::harness::{Driver, GIB, daemons_below, names, of_snapshot, of_volume, until};
+use std::{collections::BTreeSet, fs, os::unix::fs::FileExt as _, path::Path};
 
-/// Every crash point, by the call that comes past it.
-const POINTS: [(&str, &[&str]); 7] = [
+/// Every crash point, by the call that comes past it, in the order of the calls.
+const POINTS: [(&str, &[&str]); 17] = [
     (
         "create",
         &[
@@ -26,47 +26,132 @@ const POINTS: [(&str, &[&str]); 7] = [
         ],
     ),
     ("upgrade", &["node-upgrade-beside", "node-upgrade-moved"]),
+    (
+        "snapshot",
+        &[
+            "snapshot-intent",
+            "freeze-overlay",
+            "freeze-overlay-record",
+            "freeze-overlay-open",
+            "freeze-adopted",
+            "freeze-done",
+            "snapshot-done",
+        ],
+    ),
+    (
+        "clone",
+        &[
+            "volume-create-intent",
+            "freeze-overlay",
+            "freeze-overlay-record",
+            "freeze-overlay-open",
+            "freeze-adopted",
+            "freeze-done",
+            "volume-create-layer",
+            "volume-create-layer-record",
+            "volume-create-done",
+        ],
+    ),
+    ("restore", &["volume-create-layer", "volume-create-layer-record", "volume-create-done"]),
+    ("expand", &["volume-expand-intent", "volume-expand-grown", "volume-expand-done"]),
+    ("modify", &["volume-modify-recorded"]),
+    ("delete restored", &["volume-delete-intent", "layer-remove-intent", "layer-remove-done"]),
+    ("delete clone", &["layer-remove-file", "volume-delete-reclaimed"]),
+    ("delete snapshot", &["snapshot-delete-intent", "snapshot-delete-reclaimed"]),
     ("unpublish", &["node-unpublish-unmounted", "node-unpublish-removed"]),
     ("unstage", &["node-unstage-intent", "node-unstage-relay", "node-unstage-stopped"]),
+    ("snapshot again", &["freeze-overlay-record", "freeze-adopted", "snapshot-done"]),
+    ("delete snapshot again", &["snapshot-delete-intent"]),
     (
         "delete",
         &[
             "volume-delete-intent",
-            "volume-remove-layer",
-            "volume-remove-layer-record",
-            "volume-remove-done",
+            "layer-remove-intent",
+            "layer-remove-file",
+            "layer-remove-done",
+            "volume-delete-reclaimed",
         ],
     ),
 ];
 
+/// Crash points of background work, by the call that gives cause for it: in the daemon of the
+/// volume, and in one of its own.
+const BACKGROUND: [(&str, &[&str]); 2] = [
+    (
+        "delete snapshot",
+        &[
+            "work-begun",
+            "work-moved",
+            "merge-recorded",
+            "merge-file-removed",
+            "merge-done",
+            "commit-ready",
+            "commit-stopped",
+        ],
+    ),
+    (
+        "delete snapshot again",
+        &["work-begun", "workshop-moved", "merge-recorded", "merge-file-removed", "merge-done"],
+    ),
+];
+
+/// Crash points of start-up, by a point at which the driver died before in the call.
+const START_UP: [(&str, &str, &str); 2] = [
+    ("create", "volume-create-layer", "layer-forgotten"),
+    ("snapshot", "freeze-overlay-record", "layer-forgotten"),
+];
+
 async fn call(driver: &Driver, name: &str) -> Result<(), tonic::Status> {
     match name {
-        "create" => driver.try_create("pvc-1").await.map(drop),
+        "create" => {
+            driver.try_create("pvc-1").await?;
+            write_something(driver);
+            Ok(())
+        }
         "stage" => driver.stage("pvc-1").await,
         "publish" => driver.publish("pvc-1").await,
         "upgrade" => driver.upgrade("pvc-1").await,
+        "snapshot" | "snapshot again" => driver.snapshot(name, "pvc-1").await.map(drop),
+        "clone" => driver.create_from("clone", of_volume("pvc-1")).await,
+        "restore" => driver.create_from("restored", of_snapshot("snapshot")).await,
+        "expand" => driver.expand("pvc-1", 2 * GIB).await,
+        "modify" => driver.modify("pvc-1", &[("iops", "5000")]).await,
+        "delete restored" => driver.delete("restored").await,
+        "delete clone" => driver.delete("clone").await,
+        "delete snapshot" => driver.delete_snapshot("snapshot").await,
         "unpublish" => driver.unpublish("pvc-1").await,
         "unstage" => driver.unstage("pvc-1").await,
+        "delete snapshot again" => driver.delete_snapshot(&id_of("snapshot again")).await,
         "delete" => driver.delete("pvc-1").await,
         other => panic!("no call {other}"),
     }
 }
 
+/// So that the layer of the volume has more than what is put onto it: it is committed to.
+fn write_something(driver: &Driver) {
+    let layers = driver.path("pool/layers");
+    for name in names(&layers) {
+        let file = fs::File::options().write(true).open(layers.join(name)).unwrap();
+        file.write_all_at(&[7; 1 << 20], 0).unwrap();
+    }
+}
+
+fn id_of(name: &str) -> String {
+    qsd_csi::volume::SnapshotId::of_name(name).to_string()
+}
+
 #[tokio::test]
-async fn a_crash_at_any_point_heals_by_itself() {
+async fn a_crash_at_any_point_of_a_call_heals_by_itself() {
     let mut driver = Driver::start().await;
     for (crashing, points) in POINTS {
         for point in points {
             for (name, _) in POINTS {
                 if name == crashing {
-                    driver.kill();
-                    driver.launch(&[], Some(point));
-                    driver.answers().await;
+                    crash_at(&mut driver, point).await;
                     let outcome = call(&driver, name).await;
-                    assert!(outcome.is_err(), "{point} was not reached");
+                    assert!(outcome.is_err(), "{name}: {point} was not reached");
                     assert!(!driver.ended().success(), "{point}");
-                    driver.launch(&[], None);
-                    driver.answers().await;
+                    relaunch(&mut driver).await;
                     assert_at_rest(&driver, point).await;
                 }
                 let outcome = call(&driver, name).await;
@@ -81,23 +166,87 @@ async fn a_crash_at_any_point_heals_by_itself() {
     }
 }
 
-/// Nothing is half done: every layer has its volume, every daemon its attachment.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_crash_at_any_point_of_background_work_heals_by_itself() {
+    let mut driver = Driver::start().await;
+    for (cause, points) in BACKGROUND {
+        for point in points {
+            for (name, _) in POINTS {
+                if name != cause {
+                    call(&driver, name).await.unwrap();
+                    continue;
+                }
+                crash_at(&mut driver, point).await;
+                // The call may have ended before the work begins.
+                _ = call(&driver, name).await;
+                let ended = tokio::task::block_in_place(|| driver.ended());
+                assert!(!ended.success(), "{point}");
+                relaunch(&mut driver).await;
+                call(&driver, name).await.unwrap();
+                assert_at_rest(&driver, point).await;
+                until("one layer is left", async || names(&driver.path("pool/layers")).len() == 1)
+                    .await;
+            }
+            driver.assert_empty().await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_crash_while_a_crash_is_healed_heals_by_itself() {
+    let mut driver = Driver::start().await;
+    for (crashing, first, second) in START_UP {
+        for (name, _) in POINTS {
+            if name == crashing {
+                crash_at(&mut driver, first).await;
+                call(&driver, name).await.unwrap_err();
+                driver.ended();
+                driver.launch(&[], Some(second));
+                assert!(!driver.ended().success(), "{second}");
+                relaunch(&mut driver).await;
+                assert_at_rest(&driver, second).await;
+            }
+            call(&driver, name).await.unwrap();
+        }
+        driver.assert_empty().await;
+    }
+}
+
+async fn crash_at(driver: &mut Driver, point: &str) {
+    driver.kill();
+    driver.launch(&[], Some(point));
+    driver.answers().await;
+}
+
+async fn relaunch(driver: &mut Driver) {
+    driver.launch(&[], None);
+    driver.answers().await;
+}
+
+/// Nothing is half done: every layer has its file and every file its layer, every daemon its
+/// attachment, and no end is left undecided.
 async fn assert_at_rest(driver: &Driver, point: &str) {
     let volumes = driver.inspect().await;
     assert!(volumes.iter().all(|volume| volume.damage.is_empty()), "{point}");
-    for dir in ["pool/layers", "pool/records/layers", "pool/records/volumes"] {
-        assert_eq!(names(&driver.path(dir)).len(), volumes.len(), "{point}: {dir}");
+    let count = |dir: &str| names(&driver.path(dir)).len();
+    assert_eq!(count("pool/records/volumes"), volumes.len(), "{point}");
+    until("as many files as layers", async || count("pool/layers") == count("pool/records/layers"))
+        .await;
+    for dir in ["deleting", "deleting-snapshots", "deleting-layers"] {
+        let dir = format!("pool/records/{dir}");
+        until("what is deleted is gone", async || count(&dir) == 0).await;
     }
     let staged = volumes.iter().filter(|volume| volume.attachment.is_some()).count();
-    assert_eq!(driver.daemons().await.len(), staged, "{point}");
+    until("what is staged is served", async || driver.daemons().await.len() == staged).await;
     until("daemons of nobody are gone", async || daemons_below(driver.scratch()).len() == staged)
         .await;
 }
 
 #[test]
 fn the_walk_knows_every_point_there_is() {
+    let walked = POINTS.iter().chain(&BACKGROUND).flat_map(|(_, points)| points.iter().copied());
     let known: BTreeSet<String> =
-        POINTS.iter().flat_map(|(_, points)| points.iter()).map(|&point| point.into()).collect();
+        walked.chain(START_UP.map(|(_, _, point)| point)).map(str::to_owned).collect();
     let mut found = BTreeSet::new();
     collect(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut found);
     assert_eq!(known, found);
