@@ -134,19 +134,20 @@ impl IntoIterator for Extents {
     }
 }
 
-/// The bytes of a file that are not in holes; what is in holes reads as zeroes.
+/// The bytes of a part of a file that are not in holes; what is in holes reads as zeroes.
 ///
 /// Where a file system does not tell holes, all of it. Moves the file's position.
-pub fn raw_allocation(file: &File) -> io::Result<Extents> {
+pub fn raw_allocation(file: &File, window: Range<u64>) -> io::Result<Extents> {
     let mut extents = Extents::default();
-    let mut end = 0;
-    while let Some(start) = next(file, SeekFrom::Data(end))? {
+    let mut end = window.start;
+    while end < window.end {
+        let Some(start) = next(file, SeekFrom::Data(end))? else { break };
         // A file has a hole at its end, unless it became shorter just now.
         let Some(hole) = next(file, SeekFrom::Hole(start))? else { break };
+        extents.push(start..hole);
         end = hole;
-        extents.push(start..end);
     }
-    Ok(extents)
+    Ok(extents.within(window))
 }
 
 /// Where the next data or hole is; none beyond the end of the file.
@@ -223,28 +224,35 @@ mod test {
         assert_eq!((whole.len(), whole.iter().next()), (1, Some(0..1 << 30)));
     }
 
+    const TIB: u64 = 1 << 40;
+
     #[test]
     fn what_was_written_to_a_sparse_file_is_found() {
         let file = tempfile::tempfile().unwrap();
-        file.set_len(1 << 40).unwrap();
-        assert!(raw_allocation(&file).unwrap().is_empty());
-        for offset in [0, 1 << 20, (1 << 40) - 4096] {
+        file.set_len(TIB).unwrap();
+        assert!(raw_allocation(&file, 0..TIB).unwrap().is_empty());
+        for offset in [0, 1 << 20, TIB - 4096] {
             file.write_all_at(&[1; 4096], offset).unwrap();
         }
-        let found = raw_allocation(&file).unwrap();
+        let found = raw_allocation(&file, 0..TIB).unwrap();
         require_form(&found);
-        for offset in [0, 1 << 20, (1 << 40) - 4096] {
+        for offset in [0, 1 << 20, TIB - 4096] {
             assert_eq!(found.within(offset..offset + 4096).total(), Bytes::new(4096), "{offset}");
         }
         assert!(found.total() <= Bytes::new(3 << 17), "{found:?}");
+        for window in [0..0, 1..4095, 4000..(1 << 20) + 1, 1 << 20..TIB, TIB - 1..2 * TIB] {
+            let part = raw_allocation(&file, window.clone()).unwrap();
+            assert_eq!(part, found.within(window.clone()), "{window:?}");
+        }
     }
 
     #[test]
     fn a_file_that_ends_in_a_hole_or_has_nothing_is_no_trouble() {
         let file = tempfile::tempfile().unwrap();
-        assert!(raw_allocation(&file).unwrap().is_empty());
+        assert!(raw_allocation(&file, 0..TIB).unwrap().is_empty());
         file.write_all_at(&[1; 4096], 0).unwrap();
         file.set_len(1 << 20).unwrap();
-        assert_eq!(raw_allocation(&file).unwrap().within(0..4096).total(), Bytes::new(4096));
+        let found = raw_allocation(&file, 0..TIB).unwrap();
+        assert_eq!(found.within(0..4096).total(), Bytes::new(4096));
     }
 }
