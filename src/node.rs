@@ -402,6 +402,7 @@ impl Node {
             key: DaemonKey { volume: id.run_key(), slot },
             program: self.config.qsd.newest(),
             dir: self.dir(id).daemon(slot),
+            exclusive: volume.lock()?,
             socket: self.backend_socket(id, slot),
             layers,
             reads,

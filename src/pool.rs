@@ -7,6 +7,7 @@
 //! ```text
 //! POOL/pool.json                    format version, pool id
 //! POOL/layers/<uuid>.raw .qcow2             data
+//! POOL/locks/<id>                           held by the daemon of a volume while it lives
 //! POOL/records/layers/<uuid>.json           parent, format, virtual size
 //! POOL/records/volumes/<id>.json            phase, active layer, size, parameters, access modes
 //! POOL/records/snapshots/<id>.json          layer, source volume, size, time
@@ -19,7 +20,7 @@ use crate::{
     qcow2,
     store::{self, Version},
     units::Bytes,
-    volume::{Format, LayerId, PoolName},
+    volume::{Format, LayerId, PoolName, VolumeId},
 };
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
@@ -101,6 +102,7 @@ struct Identity {
 }
 
 const LAYERS: &str = "layers";
+const LOCKS: &str = "locks";
 
 /// The kinds of records, each with a directory of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -156,7 +158,7 @@ impl Pool {
         }
         let records = dir.join("records");
         let parts = Kind::ALL.iter().map(|kind| kind.dir());
-        for part in parts.chain([LAYERS]) {
+        for part in parts.chain([LAYERS, LOCKS]) {
             create_dir(&dir.join(part)).map_err(fail("creating", &dir))?;
         }
         // What is durable in a directory is not, while the directory itself is not.
@@ -220,6 +222,27 @@ impl Pool {
         let paths: Vec<PathBuf> = list().map_err(self.io("listing", &dir))?;
         let id_of = |path: &Path| path.file_stem()?.to_str()?.parse().ok();
         Ok(paths.into_iter().filter_map(|path| Some((id_of(&path)?, path))).collect())
+    }
+
+    /// The file that whoever serves a volume holds, so that nobody else does; made if it is not
+    /// there. Its content means nothing, so it need not be durable.
+    pub fn lock_of(&self, volume: &VolumeId) -> Result<PathBuf, Error> {
+        let path = self.dir.join(LOCKS).join(volume.as_str());
+        let mut options = OpenOptions::new();
+        let made = options.write(true).create(true).truncate(false).mode(0o600).open(&path);
+        made.map_err(self.io("creating", &path))?;
+        Ok(path)
+    }
+
+    /// Removes the lock of a volume that is gone.
+    pub fn remove_lock(&self, volume: &VolumeId) -> Result<(), Error> {
+        let path = self.dir.join(LOCKS).join(volume.as_str());
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(self.io("removing", &path)(error))
+            }
+            Ok(()) | Err(_) => Ok(()),
+        }
     }
 
     /// Where the record of this kind and name lies.

@@ -10,7 +10,7 @@ mod monitor;
 mod program;
 
 pub use daemon::{Daemon, Error, FLUSH, Launch, start_trial, start_workshop};
-pub use graph::{Durability, QUEUES, Reads};
+pub use graph::{Access, Durability, QUEUES, Reads};
 pub use live::JobState;
 pub use live::Jobs;
 pub use monitor::{Command, Error as MonitorError, Monitor};

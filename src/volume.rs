@@ -52,7 +52,12 @@ use crate::{
 };
 use record::VolumeRecord;
 use state::{Kept, Shared, State};
-use std::{fmt, ops::Bound, path::Path, sync::Arc};
+use std::{
+    fmt,
+    ops::Bound,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 /// Why the domain said no.
 #[derive(Debug, thiserror::Error)]
@@ -267,6 +272,11 @@ impl Volume {
     /// What it was made from, if not blank.
     pub fn content(&self) -> Option<&Content> {
         self.record.content.as_ref()
+    }
+
+    /// The file that whoever serves the volume holds, so that nobody else does.
+    pub fn lock(&self) -> Result<PathBuf, Error> {
+        self.pool.lock_of(&self.id).map_err(Error::pool(&self.id))
     }
 
     /// Its layers, from the active one down.

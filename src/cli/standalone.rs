@@ -92,6 +92,11 @@ impl FromStr for PoolAt {
 /// Kubernetes kills a container 30 s after it told it to end.
 const LAST_CALLS: Duration = Duration::from_secs(20);
 
+/// How many calls that were given up may wait to be noticed, before the connection is taken for an
+/// attack and closed. Callers are sidecars and people on this machine, and a busy machine is no
+/// attack.
+const ABANDONED: usize = 1000;
+
 pub(super) async fn run(args: Args) -> anyhow::Result<()> {
     let begin = Instant::now();
     let stop = stop_on_signal()?;
@@ -137,6 +142,7 @@ async fn serve(
 ) -> anyhow::Result<()> {
     let edge = Edge::new(node.clone());
     let services = Server::builder()
+        .http2_max_pending_accept_reset_streams(Some(ABANDONED))
         .layer(Timed(metrics))
         .add_service(IdentityServer::new(Identity(edge.clone())))
         .add_service(ControllerServer::new(csi::Controller(edge.clone())))

@@ -3,12 +3,13 @@
 use super::{Error, Node, Service};
 use crate::{
     blocking::blocking,
+    chain::Chain,
     qsd::Daemon,
     units::Bytes,
     volume::{Claim, Outcome, SizeRange, Volume, VolumeId},
 };
 use std::{collections::BTreeMap, sync::Arc};
-use tracing::info;
+use tracing::{info, warn};
 
 impl Node {
     /// Expands a volume. One that is as large already is fine; none shrinks.
@@ -18,22 +19,37 @@ impl Node {
         range: SizeRange,
     ) -> Result<(Volume, Outcome), Error> {
         let id = claim.volume();
-        self.interrupt(id).await;
         let (volumes, of) = (self.volumes.clone(), claim.clone());
         let intended = blocking(move || volumes.intend_expansion(&of, range)).await?;
         let Some(size) = intended else {
             return Ok((self.volumes.find(id)?, Outcome::AlreadySo));
         };
-        match self.find(id).map(|one| one.service) {
-            Some(Service::Up(daemon)) => self.grow_served(&claim, &daemon, size).await?,
-            // Nobody else has the image open: a daemon that is to be started waits for the claim.
-            Some(Service::Down { .. }) | None => self.grow_image(&claim).await?,
+        Ok((self.carry_out_expansion(claim, size).await?, Outcome::Done))
+    }
+
+    /// Drives on the expansions that broke off.
+    pub(super) async fn resume_expansions(self) {
+        for (id, size) in self.volumes.broken_off_expansions() {
+            let Ok(claim) = self.claims.claim_briefly(&id) else { continue };
+            if let Err(error) = self.carry_out_expansion(Arc::new(claim), size).await {
+                warn!(volume = %id, error = %Chain(&error), "an expansion that broke off");
+            }
+        }
+    }
+
+    /// Gives a volume the size that was decided on.
+    async fn carry_out_expansion(&self, claim: Arc<Claim>, size: Bytes) -> Result<Volume, Error> {
+        let id = claim.volume();
+        self.interrupt(id).await;
+        match self.served(&claim).await? {
+            Some(daemon) => self.grow_served(&claim, &daemon, size).await?,
+            None => self.grow_image(&claim).await?,
         }
         let (volumes, of) = (self.volumes.clone(), claim.clone());
         let volume = blocking(move || volumes.finish_expansion(&of)).await?;
         info!(volume = %id, %size, "expanded");
         self.nudge();
-        Ok((volume, Outcome::Done))
+        Ok(volume)
     }
 
     async fn grow_image(&self, claim: &Arc<Claim>) -> Result<(), Error> {
@@ -55,7 +71,7 @@ impl Node {
                 Ok(()) => return Ok(()),
                 Err(error) => {
                     let error = Error::daemon(id)(error.into());
-                    tracing::warn!(volume = %id, error = %crate::chain::Chain(&error), "resizing");
+                    warn!(volume = %id, error = %Chain(&error), "resizing");
                 }
             }
         }

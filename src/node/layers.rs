@@ -110,6 +110,17 @@ impl Node {
         Ok(outcome?)
     }
 
+    /// The daemon of a volume, if it is staged. One that does not serve is put right first: it may
+    /// still have the layers open.
+    pub(super) async fn served(&self, claim: &Claim) -> Result<Option<Daemon>, Error> {
+        self.serve(claim).await?;
+        match self.find(claim.volume()).map(|one| one.service) {
+            Some(Service::Up(daemon)) => Ok(Some(daemon)),
+            Some(Service::Down { .. }) => Err(Error::NotServed(claim.volume().clone())),
+            None => Ok(None),
+        }
+    }
+
     /// Has background work on the layers of a volume stopped. Under its claim none begins again.
     pub(super) async fn interrupt(&self, id: &VolumeId) {
         self.volumes.interrupt(&self.volumes.layers_of_volume(id)).await;
@@ -123,7 +134,7 @@ impl Node {
     async fn freeze(&self, claim: &Claim, freeze: &Freeze) -> Result<(), Error> {
         let id = claim.volume();
         self.interrupt(id).await;
-        let Some(Service::Up(daemon)) = self.find(id).map(|one| one.service) else {
+        let Some(daemon) = self.served(claim).await? else {
             return Ok(self.volumes.adopt_overlay(claim, freeze)?);
         };
         let Some((active, overlay)) = self.volumes.layers_of(freeze) else {

@@ -76,6 +76,7 @@ impl Node {
         node.tasks.spawn(node.clone().watch(exits));
         node.tasks.spawn(node.clone().watch_relay());
         node.tasks.spawn(node.clone().tend());
+        node.tasks.spawn(node.clone().resume_expansions());
         Ok(node)
     }
 

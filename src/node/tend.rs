@@ -8,7 +8,7 @@ use crate::{
     blocking::blocking,
     chain::Chain,
     crash,
-    qsd::{self, Daemon, JobState},
+    qsd::{self, Access, Daemon, JobState},
     run::{DaemonKey, Slot},
     volume::{Claim, Layer, Site, Use, VolumeId, Way, Work},
 };
@@ -125,9 +125,9 @@ impl Node {
         }
         crash::point("work-moved");
         self.finish_work(&work)?;
-        let gone = gone(&work);
+        let left = Left::by(&work);
         drop(work); // whoever replaces a daemon waits for the end of all work on it
-        self.tidy(id, &daemon, gone).await;
+        self.tidy(id, &daemon, left).await;
         Ok(Ended::Moved)
     }
 
@@ -160,18 +160,20 @@ impl Node {
         let begin = Instant::now();
         let key = id.run_key();
         let relayed = |source| Error::Relay { volume: id.clone(), source };
-        let settled = async {
-            self.relay.pause(&key, HELD).await.map_err(relayed)?;
-            let ended = daemon.end_ready_job().await.map_err(failed)?;
-            Ok::<_, Error>(ended == JobState::Done)
-        };
-        let settled = settled.await;
+        if let Err(source) = self.relay.pause(&key, HELD).await {
+            daemon.cancel_job().await.map_err(failed)?;
+            daemon.dismiss_job().await.map_err(failed)?;
+            return Err(relayed(source));
+        }
+        let settled = daemon.end_ready_job().await.map_err(failed);
         let stopped = daemon.stop(&self.supervisor).await;
         crash::point("commit-stopped");
         // Requests wait for a daemon from here on, held back or not.
         let held = self.relay.resume(&key).await;
         let outcome = match (settled, stopped, held) {
-            (Ok(true), Ok(()), Ok(true)) => self.finish_work(&work).map(|()| Ended::Moved),
+            (Ok(JobState::Done), Ok(()), Ok(true)) => {
+                self.finish_work(&work).map(|()| Ended::Moved)
+            }
             (Err(error), _, _) => Err(error),
             (_, Err(error), _) => Err(error.into()),
             (_, _, Err(source)) => Err(relayed(source)),
@@ -198,21 +200,26 @@ impl Node {
         }
     }
 
-    /// Has a daemon close what it has no use for. One that does not is replaced, if nobody works on
-    /// the volume: whoever does sees to it himself.
-    async fn tidy(&self, id: &VolumeId, daemon: &Daemon, gone: Vec<Layer>) {
+    /// Has a daemon close what it has no use for, and write to no frozen layer any more: others may
+    /// want to read it. One that does not is replaced, if nobody works on the volume: whoever does
+    /// sees to it himself.
+    async fn tidy(&self, id: &VolumeId, daemon: &Daemon, left: Left) {
         let tidy = async {
             daemon.dismiss_job().await?;
-            for layer in gone {
-                daemon.close_layer(&layer).await?;
+            for layer in &left.gone {
+                daemon.close_layer(layer).await?;
+            }
+            if self.volumes.layers_of_volume(id).first() != Some(&left.changed.id) {
+                daemon.reopen(&left.changed, left.below.as_ref(), Access::Read).await?;
             }
             Ok(())
         };
         let Err(error) = tidy.await else { return };
         let error = Error::daemon(id)(qsd::Error::Monitor(error));
-        match self.claims.claim_briefly(id) {
-            Ok(claim) => self.replace_doubtful(&claim, daemon, &error).await,
-            Err(_) => warn!(volume = %id, error = %Chain(&error), "layers stay open"),
+        if let Ok(claim) = self.claims.claim_briefly(id) {
+            self.replace_doubtful(&claim, daemon, &error).await;
+        } else {
+            warn!(volume = %id, error = %Chain(&error), "layers stay open");
         }
     }
 
@@ -278,7 +285,11 @@ impl Node {
                 JobState::Running { done, total } => work.progress().set(done, total),
                 JobState::Ready if follow == Follow::UntilReady => return Ok(Ended::Moved),
                 JobState::Ready => daemon.complete_job().await?,
-                JobState::Done => return Ok(Ended::Moved),
+                JobState::Done => {
+                    let Left { changed, below, .. } = Left::by(work);
+                    daemon.reopen(&changed, below.as_ref(), Access::Write).await?;
+                    return Ok(Ended::Moved);
+                }
                 JobState::Failed(reason) => {
                     daemon.dismiss_job().await?;
                     if work.is_interrupted() || self.stop.is_cancelled() {
@@ -298,14 +309,33 @@ fn name(way: &Way) -> &'static str {
     }
 }
 
-/// The layers that a daemon has no use for after the work, from the top down.
-fn gone(work: &Work) -> Vec<Layer> {
-    match work.way() {
-        Way::Commit { .. } => vec![work.upper().clone()],
-        Way::Stream { base, .. } => {
-            let below = work.layers().iter().skip(1);
-            let is_gone = |layer: &&Layer| base.as_ref().is_none_or(|base| base.id != layer.id);
-            below.take_while(is_gone).cloned().collect()
+/// What a daemon has open after work.
+struct Left {
+    /// Layers that it has no use for, from the top down.
+    gone: Vec<Layer>,
+    /// The layer that got what was moved.
+    changed: Layer,
+    /// What that stands on now.
+    below: Option<Layer>,
+}
+
+impl Left {
+    fn by(work: &Work) -> Self {
+        let lower = work.layers().iter().skip(1);
+        match work.way() {
+            Way::Commit { into } => Self {
+                gone: vec![work.upper().clone()],
+                changed: into.clone(),
+                below: work.layers().get(2).cloned(),
+            },
+            Way::Stream { base, .. } => {
+                let is_gone = |layer: &&Layer| base.as_ref().is_none_or(|base| base.id != layer.id);
+                Self {
+                    gone: lower.take_while(is_gone).cloned().collect(),
+                    changed: work.upper().clone(),
+                    below: base.clone(),
+                }
+            }
         }
     }
 }

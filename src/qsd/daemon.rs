@@ -69,6 +69,9 @@ pub struct Launch {
     pub program: PathBuf,
     /// Its directory; exists.
     pub dir: DaemonDir,
+    /// A file that it holds while it lives, so that no other daemon serves the volume, wherever its
+    /// run directory is by then.
+    pub exclusive: PathBuf,
     /// Where its export is to be.
     pub socket: PathBuf,
     /// The layers of the volume, from the active one down.
@@ -152,7 +155,6 @@ pub async fn start_workshop(
 impl Launch {
     /// Starts the daemon, builds its graph and opens its export.
     pub async fn start(&self, supervisor: &supervisor::Client) -> Result<Daemon, Error> {
-        let active = self.layers.first().expect("a volume has a layer");
         let plan = Plan {
             layers: &self.layers,
             reads: self.reads,
@@ -165,7 +167,7 @@ impl Launch {
             key: &self.key,
             program: &self.program,
             dir: &self.dir,
-            exclusive: &active.path,
+            exclusive: &self.exclusive,
             beside: self.beside.as_ref(),
             commands: graph::commands(plan),
         };

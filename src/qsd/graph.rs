@@ -97,9 +97,11 @@ pub(super) enum Sharing {
 }
 
 /// Whether a layer takes writes.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Access {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// It does.
     Write,
+    /// It never changes.
     Read,
 }
 
@@ -190,6 +192,25 @@ pub(super) fn trial(requests_per_second: u32, socket: &Path) -> Vec<Command> {
         })),
         Command::new("block-export-add", export(socket, Durability::OnFlush)),
     ]
+}
+
+/// Opens a layer again, on what it stands on now, among these nodes; `None` where it is not.
+///
+/// The file stays open as it is: some of its options are those of the daemon.
+pub(super) fn reopen(
+    layer: &Layer,
+    below: Option<&Layer>,
+    access: Access,
+    nodes: &Value,
+) -> Option<Command> {
+    let is_file = |node: &&Value| {
+        node["drv"] == "file" && node["file"].as_str().map(Path::new) == Some(&*layer.path)
+    };
+    let file = nodes.as_array()?.iter().find(is_file)?["node-name"].clone();
+    let below = below.map(|below| below.file.node_name());
+    let mut node = layer_node(layer, below.as_deref(), access, Sharing::Alone);
+    node["file"] = file;
+    Some(Command::new("blockdev-reopen", json!({ "options": [node] })))
 }
 
 /// The layers among a daemon's nodes: their names and files.

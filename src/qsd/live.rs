@@ -5,7 +5,7 @@
 
 use super::{
     Command, Daemon, Durability,
-    graph::{self, TOP},
+    graph::{self, Access, TOP},
     monitor::Error,
 };
 use crate::{
@@ -72,6 +72,22 @@ impl Daemon {
     pub async fn close_layer(&self, layer: &Layer) -> Result<(), Error> {
         let arguments = json!({ "node-name": layer.file.node_name() });
         self.execute(Command::new("blockdev-del", arguments)).await.map(drop)
+    }
+
+    /// Opens a layer again, on what it stands on now. All that was moved into it is durable then:
+    /// a job leaves its tables in the daemon's memory, and the layer open for writing.
+    pub async fn reopen(
+        &self,
+        layer: &Layer,
+        below: Option<&Layer>,
+        access: Access,
+    ) -> Result<(), Error> {
+        let nodes = self.execute(Command::new("query-named-block-nodes", json!({}))).await?;
+        let reopen = graph::reopen(layer, below, access, &nodes).ok_or_else(|| {
+            let desc = format!("{} is not open", layer.path.display());
+            Error::Refused { command: "blockdev-reopen", desc }
+        })?;
+        self.execute(reopen).await.map(drop)
     }
 
     /// Lets pass so much from now on.

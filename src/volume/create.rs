@@ -150,6 +150,7 @@ impl Volumes {
         if let Some(base) = base {
             self.reclaim(base)?;
         }
+        pool.remove_lock(id)?;
         let path = pool.record(Kind::Volume, id);
         store::remove(&path).map_err(|source| pool.store(source))
     }
@@ -181,6 +182,7 @@ impl Volumes {
         crash::point("volume-create-layer");
         self.add_layer(pool, active, layer)?;
         crash::point("volume-create-layer-record");
+        pool.lock_of(id)?; // now, as a pool that is full later has no room for it
         let ready = intent.in_phase(Phase::Ready { active });
         record(pool, &pool.record(Kind::Volume, id), &ready)?;
         let kept = Kept::Usable { pool: pool.clone(), record: ready };

@@ -64,6 +64,7 @@ impl Volumes {
             return Ok(Outcome::AlreadySo);
         };
         self.reclaim(condemned.phase.active())?;
+        pool.remove_lock(id)?;
         crash::point("volume-delete-reclaimed");
         store::remove(&path).map_err(|source| pool.store(source))?;
         Ok(Outcome::Done)

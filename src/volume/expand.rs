@@ -4,11 +4,11 @@
 //! intent: size in the record of the active layer -- image grown, by the daemon if there is one -- size of the volume
 //! ```
 //!
-//! A crash in between leaves a layer that may be larger than the volume: start-up grows the image
-//! and takes the size over. A volume never shrinks.
+//! A crash in between leaves a layer that is to be larger than the volume: start-up has the image
+//! grown, by the daemon if there is one, and takes the size over. A volume never shrinks.
 
 use super::{
-    Claim, Error, Format, Layer, SizeRange, Throttle, Volume, Volumes, record,
+    Claim, Entry, Error, Format, Layer, SizeRange, Throttle, Volume, VolumeId, Volumes, record,
     record::VolumeRecord,
     state::{Kept, layer_record},
 };
@@ -50,6 +50,20 @@ impl Volumes {
         record(&layer.pool, &layer_record(&layer.pool, active), &layer.record)?;
         self.state.lock().layers.insert(active, layer);
         Ok(())
+    }
+
+    /// The volumes whose expansion broke off, and what they are to grow to. Whether a daemon has the
+    /// image open, the node knows.
+    pub fn broken_off_expansions(&self) -> Vec<(VolumeId, Bytes)> {
+        let all = self.list(None, usize::MAX);
+        let grows = |(id, entry)| match entry {
+            Entry::Volume(volume) => {
+                let size = volume.layers[0].size;
+                (size > volume.size()).then_some((id, size))
+            }
+            Entry::Damaged { .. } => None,
+        };
+        all.into_iter().filter_map(grows).collect()
     }
 
     /// Grows the image of a volume that no daemon has open.

@@ -125,7 +125,7 @@ impl Volumes {
         }
     }
 
-    /// Looks whether the images are what the records say, and finishes expansions.
+    /// Looks whether the images are what the records say.
     fn check_images(&self) {
         let all: Vec<_> = self.state.lock().volumes.keys().cloned().collect();
         for id in all {
@@ -158,24 +158,8 @@ impl Volumes {
             Err(_) => return None,
         };
         let (active, below) = volume.layers.split_first()?;
-        let checked = check_frozen(below)
-            .and_then(|()| check_image(active, volume.record.size))
-            .and_then(|()| self.settle_size(id, active).map_err(|error| Chain(&error).to_string()));
+        let checked = check_frozen(below).and_then(|()| check_image(active, volume.record.size));
         checked.err()
-    }
-
-    /// Drives on an expansion that broke off.
-    fn settle_size(&self, id: &VolumeId, active: &Layer) -> Result<(), super::Error> {
-        let volume = self.find(id)?;
-        if volume.record.size == active.size {
-            return Ok(());
-        }
-        info!(volume = %id, size = %active.size, "going on with an expansion that broke off");
-        volume.pool_grows(active).map_err(super::Error::pool(id))?;
-        let size = active.size;
-        let claims = super::InFlight::default();
-        let Ok(claim) = claims.claim(id) else { return Ok(()) };
-        self.change(&claim, |record| record.size = size)
     }
 
     /// Tells of layers that no record names. No crash of ours leaves one, so it is what is left of

@@ -15,7 +15,7 @@
 //! This module says what is to be done and records what was done. The node does it (`node::tend`).
 
 use super::{
-    Error, InFlight, Layer, LayerId, VolumeId, Volumes, record,
+    Error, InFlight, Layer, LayerId, SnapshotId, VolumeId, Volumes, record,
     record::{LayerRecord, Leftovers},
     state::{KeptLayer, Shared, State, file_of, layer_record},
 };
@@ -426,16 +426,20 @@ impl State {
         let is_blocked = self.unclear.contains(pool)
             || self.is_held(plan.upper)
             || self.jobs.failed.contains_key(&plan.upper)
-            || self.is_worked_on(plan)
-            || self.snapshots_of(plan.upper).any(|one| claims.is_taken(one.clone()));
+            || self.is_worked_on(plan);
         if is_blocked {
             return None;
         }
-        let users = self.users(plan.upper);
-        if users.iter().any(|volume| claims.is_taken((*volume).clone())) {
+        let (volumes, snapshots) = self.names_above(plan.upper);
+        if volumes.is_empty() && snapshots.is_empty() {
+            return None; // it is just being removed
+        }
+        if volumes.iter().any(|one| claims.is_taken((*one).clone()))
+            || snapshots.iter().any(|one| claims.is_taken((*one).clone()))
+        {
             return None;
         }
-        let site = site(&users, used)?;
+        let site = site(&volumes, used)?;
         let way = match plan.kind {
             Kind::Detach(bytes_per_second) => Way::Stream { base: None, bytes_per_second },
             Kind::Bypass => self.stream(plan.lower),
@@ -468,21 +472,22 @@ impl State {
         })
     }
 
-    /// The volumes that stand on this layer, directly or not.
-    fn users(&self, id: LayerId) -> Vec<&VolumeId> {
-        let (mut found, mut next) = (Vec::new(), vec![id]);
+    /// The volumes and snapshots that stand on this layer, directly or not.
+    fn names_above(&self, id: LayerId) -> (Vec<&VolumeId>, Vec<&SnapshotId>) {
+        let (mut volumes, mut snapshots, mut next) = (Vec::new(), Vec::new(), vec![id]);
         while let Some(layer) = next.pop() {
-            found.extend(self.volume_on(layer));
+            volumes.extend(self.volume_on(layer));
+            snapshots.extend(self.snapshots_of(layer));
             next.extend(self.children(layer));
         }
-        found
+        (volumes, snapshots)
     }
 }
 
 /// Where the layers of these volumes are open, if that is one place.
-fn site(users: &[&VolumeId], used: &impl Fn(&VolumeId) -> Use) -> Option<Site> {
+fn site(volumes: &[&VolumeId], used: &impl Fn(&VolumeId) -> Use) -> Option<Site> {
     let mut site = Site::Workshop;
-    for volume in users {
+    for volume in volumes {
         match used(volume) {
             Use::Unattached => {}
             Use::Served if site == Site::Workshop => site = Site::Daemon((*volume).clone()),

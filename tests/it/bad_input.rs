@@ -294,7 +294,7 @@ async fn names_of_every_kind_make_volumes_and_never_leave_the_pool() {
         driver.remove(&id).await;
     }
     driver.assert_empty().await;
-    assert_eq!(names(driver.path("pool").as_path()), ["layers", "pool.json", "records"]);
+    assert_eq!(names(driver.path("pool").as_path()), ["layers", "locks", "pool.json", "records"]);
 }
 
 #[tokio::test]

@@ -132,7 +132,7 @@ fn write_something(driver: &Driver) {
     let layers = driver.path("pool/layers");
     for name in names(&layers) {
         let file = fs::File::options().write(true).open(layers.join(name)).unwrap();
-        file.write_all_at(&[7; 1 << 20], 0).unwrap();
+        file.write_all_at(&vec![7; 1 << 20], 0).unwrap();
     }
 }
 

@@ -377,7 +377,9 @@ impl Driver {
             let dir = format!("pool/records/{dir}");
             assert_eq!(names(&self.path(&dir)), [""; 0], "{dir}");
         }
-        assert_eq!(names(&self.path("pool/layers")), [""; 0], "layers");
+        for dir in ["pool/layers", "pool/locks"] {
+            assert_eq!(names(&self.path(dir)), [""; 0], "{dir}");
+        }
         let mut run = names(&self.path("run"));
         run.retain(|name| name != "relay"); // from the first daemon on
         let own = ["boot", "supervisor.lock", "supervisor.log", "supervisor.sock"];
