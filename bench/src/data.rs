@@ -18,7 +18,7 @@ use crate::{
     say::say,
     scratch::Paths,
     stats::{Goal, extremes, median, ratio},
-    vhost::{Disk, Wait},
+    vhost::{Disk, Loading as _, Wait},
 };
 use anyhow::{Context as _, ensure};
 use std::{
@@ -174,7 +174,8 @@ fn groups(plan: &Plan) -> Vec<Vec<(Load, Option<f64>)>> {
 
 /// Reads must return what was written: here, from the next connection on, and in the layer.
 fn check(disk: &mut Disk, layer: &Path, span: u64) -> anyhow::Result<()> {
-    ensure!(disk.capacity() == span, "the disk has {} bytes, not {span}", disk.capacity());
+    let capacity = disk.capacity()?;
+    ensure!(capacity == span, "the disk has {capacity} bytes, not {span}");
     let step = span / CHECKED;
     let block = |n: u64| -> Vec<u8> { n.to_le_bytes().repeat(512) };
     for n in 0..CHECKED {
@@ -234,8 +235,8 @@ impl Rounds {
         self.fio.push(fio::run(file, &load).await?);
         let run = blocking(move || {
             let mut disks = disks;
-            let sleeping = disks.of(&load).run(&load, Wait::Eventfd)?;
-            let polling = disks.of(&load).run(&load, Wait::Polling)?;
+            let sleeping = disks.of(&load).keep_up(&load, Wait::Eventfd)?;
+            let polling = disks.of(&load).keep_up(&load, Wait::Polling)?;
             Ok((disks, sleeping, polling))
         });
         let (disks, sleeping, polling) = run.await?;

@@ -46,7 +46,6 @@ mod report;
 mod restart;
 mod say;
 mod scratch;
-mod shared;
 mod stats;
 mod tune;
 mod vhost;

@@ -12,7 +12,7 @@ use crate::{
     report::{Report, Table},
     say::say,
     stats::{Goal, extremes, median, ratio},
-    vhost::{Disk, Wait},
+    vhost::{Disk, Loading as _, Wait},
 };
 use anyhow::Context as _;
 use std::{fs, path::Path};
@@ -106,7 +106,7 @@ fn alternate(mut sides: Sides, load: Load, rounds: usize) -> anyhow::Result<(Sid
         let places = turns.len();
         turns.rotate_left(round % places);
         for (disk, rates) in &mut turns {
-            rates.push(disk.run(&load, Wait::Eventfd)?);
+            rates.push(disk.keep_up(&load, Wait::Eventfd)?);
         }
         all.say(round, rounds);
     }

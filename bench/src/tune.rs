@@ -13,7 +13,7 @@ use crate::{
     say::say,
     scratch::Scratch,
     stats::{median, ratio},
-    vhost::{Disk, Wait},
+    vhost::{Disk, Loading as _, Wait},
 };
 use std::path::Path;
 
@@ -119,7 +119,7 @@ fn candidates(image: &Path, sockets: &Path) -> anyhow::Result<Vec<Candidate>> {
 /// Each candidate once, with a client that sleeps, as most guests do.
 fn turn(mut all: Vec<Candidate>, load: &Load) -> anyhow::Result<Vec<Candidate>> {
     for candidate in &mut all {
-        let rate = candidate.disk.run(load, Wait::Eventfd)?;
+        let rate = candidate.disk.keep_up(load, Wait::Eventfd)?;
         candidate.rates.last_mut().expect("a list for the load under way").push(rate);
     }
     Ok(all)

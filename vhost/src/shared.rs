@@ -1,4 +1,4 @@
-//! Memory that a storage daemon can reach: the only `unsafe` of this program.
+//! Memory that a storage daemon can reach: the only `unsafe` of this crate.
 
 use memmap2::MmapMut;
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -12,7 +12,7 @@ pub(crate) struct Shared {
 
 impl Shared {
     pub(crate) fn new(length: usize) -> io::Result<Self> {
-        let memory: OwnedFd = memfd_create("qsd-csi-bench", MemfdFlags::CLOEXEC)?;
+        let memory: OwnedFd = memfd_create("qsd-csi-vhost", MemfdFlags::CLOEXEC)?;
         let file = File::from(memory);
         file.set_len(u64::try_from(length).map_err(io::Error::other)?)?;
         #[expect(unsafe_code, reason = "vhost-user needs memory that the daemon maps too")]
