@@ -129,6 +129,15 @@ impl Driver {
         self.process.as_ref().unwrap().id().try_into().unwrap()
     }
 
+    /// Whether the driver is not there, or has ended by itself.
+    pub(crate) fn has_ended(&mut self) -> bool {
+        let ended = self.process.as_mut().is_none_or(|one| one.try_wait().unwrap().is_some());
+        if ended {
+            self.process = None;
+        }
+        ended
+    }
+
     /// Waits for the driver to end by itself.
     pub(crate) fn ended(&mut self) -> std::process::ExitStatus {
         self.process.take().unwrap().wait().unwrap()

@@ -10,6 +10,7 @@
 mod adversity;
 mod bad_input;
 mod cli;
+mod copies;
 mod crash;
 mod disk;
 mod full;
@@ -17,6 +18,7 @@ mod harness;
 mod hunt;
 mod lifecycle;
 mod listing;
+mod model;
 mod processes;
 mod qsd;
 mod relay;
