@@ -1,6 +1,6 @@
 //! The calls that make snapshots and copies, for tests.
 
-use crate::harness::{Driver, create_request};
+use crate::harness::{Driver, GIB, create_request};
 use qsd_csi::csi::pb::csi::{self as pb, volume_content_source};
 use tonic::Status;
 use volume_content_source::{SnapshotSource, Type, VolumeSource};
@@ -42,6 +42,13 @@ impl Driver {
         self.controller().create_volume(request).await.map(drop)
     }
 
+    /// Creates a volume of 1 GiB from something.
+    pub(crate) async fn create_from(&self, name: &str, source: Source) -> Result<(), Status> {
+        let size = GIB.try_into().unwrap();
+        let wish = Wish { name: name.into(), size, source: Some(source), parameters: Vec::new() };
+        self.fulfil(&wish).await
+    }
+
     /// Takes a snapshot of a volume.
     pub(crate) async fn snapshot(&self, name: &str, volume_id: &str) -> Result<(), Status> {
         let request = pb::CreateSnapshotRequest {
@@ -69,5 +76,20 @@ impl Driver {
             ..Default::default()
         };
         self.controller().controller_expand_volume(request).await.map(drop)
+    }
+
+    /// Changes limits of a volume.
+    pub(crate) async fn modify(
+        &self,
+        volume_id: &str,
+        limits: &[(&str, &str)],
+    ) -> Result<(), Status> {
+        let text = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
+        let request = pb::ControllerModifyVolumeRequest {
+            volume_id: volume_id.into(),
+            mutable_parameters: limits.iter().map(text).collect(),
+            ..Default::default()
+        };
+        self.controller().controller_modify_volume(request).await.map(drop)
     }
 }

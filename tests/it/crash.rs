@@ -1,7 +1,10 @@
 //! The driver dies at every crash point, is started again, and the call repeated as a sidecar
 //! would: it ends as if nothing had happened, and nothing is left behind.
 
-use crate::harness::{Driver, GIB, daemons_below, names, of_snapshot, of_volume, until};
+use crate::{
+    copies::Source,
+    harness::{Driver, daemons_below, names, until},
+};
 use std::{collections::BTreeSet, fs, os::unix::fs::FileExt as _, path::Path};
 
 /// Every crash point, by the call that comes past it, in the order of the calls.
@@ -111,10 +114,10 @@ async fn call(driver: &Driver, name: &str) -> Result<(), tonic::Status> {
         "stage" => driver.stage("pvc-1").await,
         "publish" => driver.publish("pvc-1").await,
         "upgrade" => driver.upgrade("pvc-1").await,
-        "snapshot" | "snapshot again" => driver.snapshot(name, "pvc-1").await.map(drop),
-        "clone" => driver.create_from("clone", of_volume("pvc-1")).await,
-        "restore" => driver.create_from("restored", of_snapshot("snapshot")).await,
-        "expand" => driver.expand("pvc-1", 2 * GIB).await,
+        "snapshot" | "snapshot again" => driver.snapshot(name, "pvc-1").await,
+        "clone" => driver.create_from("clone", Source::Volume("pvc-1".into())).await,
+        "restore" => driver.create_from("restored", Source::Snapshot("snapshot".into())).await,
+        "expand" => driver.expand("pvc-1", 2 << 30).await,
         "modify" => driver.modify("pvc-1", &[("iops", "5000")]).await,
         "delete restored" => driver.delete("restored").await,
         "delete clone" => driver.delete("clone").await,

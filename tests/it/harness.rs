@@ -4,7 +4,7 @@
 use qsd_csi::csi::pb::{
     csi::{
         self as pb, controller_client::ControllerClient, identity_client::IdentityClient,
-        node_client::NodeClient, volume_capability, volume_content_source,
+        node_client::NodeClient, volume_capability,
     },
     inspect::{self, inspect_client::InspectClient},
 };
@@ -17,7 +17,6 @@ use std::{
 };
 use tonic::{Response, Status, transport::Channel};
 use volume_capability::{AccessType, MountVolume, access_mode::Mode};
-use volume_content_source::{SnapshotSource, Type as Content, VolumeSource};
 
 /// How long anything may take before a test gives up on it: far longer than it ever does.
 pub(crate) const LIMIT: Duration = Duration::from_mins(1);
@@ -261,56 +260,6 @@ impl Driver {
         self.controller().delete_volume(request).await.map(Response::into_inner).map(drop)
     }
 
-    /// Takes a snapshot of a volume; its id.
-    pub(crate) async fn snapshot(&self, name: &str, volume_id: &str) -> Result<String, Status> {
-        let request = pb::CreateSnapshotRequest {
-            name: name.into(),
-            source_volume_id: volume_id.into(),
-            ..Default::default()
-        };
-        let response = self.controller().create_snapshot(request).await?;
-        Ok(response.into_inner().snapshot.unwrap().snapshot_id)
-    }
-
-    pub(crate) async fn delete_snapshot(&self, snapshot_id: &str) -> Result<(), Status> {
-        let request =
-            pb::DeleteSnapshotRequest { snapshot_id: snapshot_id.into(), ..Default::default() };
-        self.controller().delete_snapshot(request).await.map(drop)
-    }
-
-    pub(crate) async fn expand(&self, volume_id: &str, size: i64) -> Result<(), Status> {
-        let request = pb::ControllerExpandVolumeRequest {
-            volume_id: volume_id.into(),
-            capacity_range: Some(pb::CapacityRange { required_bytes: size, limit_bytes: 0 }),
-            ..Default::default()
-        };
-        self.controller().controller_expand_volume(request).await.map(drop)
-    }
-
-    pub(crate) async fn modify(
-        &self,
-        volume_id: &str,
-        limits: &[(&str, &str)],
-    ) -> Result<(), Status> {
-        let text = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
-        let request = pb::ControllerModifyVolumeRequest {
-            volume_id: volume_id.into(),
-            mutable_parameters: limits.iter().map(text).collect(),
-            ..Default::default()
-        };
-        self.controller().controller_modify_volume(request).await.map(drop)
-    }
-
-    /// Creates a volume of 1 GiB from a snapshot or another volume.
-    pub(crate) async fn create_from(&self, name: &str, content: Content) -> Result<(), Status> {
-        let content = pb::VolumeContentSource { r#type: Some(content) };
-        let request = pb::CreateVolumeRequest {
-            volume_content_source: Some(content),
-            ..create_request(name, GIB)
-        };
-        self.controller().create_volume(request).await.map(drop)
-    }
-
     /// Stages a volume at its own place in the scratch directory.
     pub(crate) async fn stage(&self, volume_id: &str) -> Result<(), Status> {
         let request = self.stage_request(volume_id);
@@ -443,16 +392,6 @@ pub(crate) fn mount(mode: Mode) -> pb::VolumeCapability {
         access_mode: Some(volume_capability::AccessMode { mode: mode.into() }),
         access_type: Some(AccessType::Mount(MountVolume::default())),
     }
-}
-
-/// A snapshot as the content of a volume.
-pub(crate) fn of_snapshot(snapshot_id: &str) -> Content {
-    Content::Snapshot(SnapshotSource { snapshot_id: snapshot_id.into() })
-}
-
-/// A volume as the content of another.
-pub(crate) fn of_volume(volume_id: &str) -> Content {
-    Content::Volume(VolumeSource { volume_id: volume_id.into() })
 }
 
 /// Sends a signal to a process of ours.

@@ -143,7 +143,9 @@ impl Window {
     fn holds(&self, found: &Picture) -> bool {
         let mut now = self.before.clone();
         let note = |picture: &mut Picture, batch: &Vec<Action>| {
-            batch.iter().for_each(|action| action.apply(picture));
+            for action in batch {
+                action.apply(picture);
+            }
         };
         self.batches[..self.earliest].iter().for_each(|batch| note(&mut now, batch));
         for at in self.earliest..=self.latest {
