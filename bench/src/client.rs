@@ -9,6 +9,7 @@ use qsd_csi::csi::pb::{
         identity_client::IdentityClient,
         node_client::NodeClient,
         volume_capability::{AccessMode, AccessType, MountVolume, access_mode::Mode},
+        volume_content_source::{SnapshotSource, Type as Content},
     },
     inspect::{self, inspect_client::InspectClient},
 };
@@ -55,10 +56,7 @@ impl Client {
                 limit_bytes: 0,
             }),
             volume_capabilities: vec![capability()],
-            parameters: match cache {
-                Cache::Writeback => HashMap::new(), // what `auto` is, for a raw volume
-                Cache::Writethrough => [("cache".to_owned(), "writethrough".to_owned())].into(),
-            },
+            parameters: parameters(cache),
             ..Default::default()
         };
         let answer = self.controller.create_volume(request).await.context("CreateVolume")?;
@@ -66,6 +64,46 @@ impl Client {
         let volume = answer.into_inner().volume.context("CreateVolume without a volume")?;
         anyhow::ensure!(volume.volume_id == name, "{name} is called {}", volume.volume_id);
         Ok(elapsed)
+    }
+
+    /// Creates a volume from a snapshot.
+    pub(crate) async fn restore(
+        &mut self,
+        name: &str,
+        snapshot: &str,
+        cache: Cache,
+    ) -> anyhow::Result<Duration> {
+        let begin = Instant::now();
+        let snapshot = SnapshotSource { snapshot_id: snapshot.to_owned() };
+        let source = pb::VolumeContentSource { r#type: Some(Content::Snapshot(snapshot)) };
+        let request = pb::CreateVolumeRequest {
+            name: name.to_owned(),
+            volume_capabilities: vec![capability()],
+            parameters: parameters(cache),
+            volume_content_source: Some(source),
+            ..Default::default()
+        };
+        self.controller.create_volume(request).await.context("CreateVolume")?;
+        Ok(begin.elapsed())
+    }
+
+    pub(crate) async fn snapshot(&mut self, name: &str, volume: &str) -> anyhow::Result<Duration> {
+        let begin = Instant::now();
+        let request = pb::CreateSnapshotRequest {
+            name: name.to_owned(),
+            source_volume_id: volume.to_owned(),
+            ..Default::default()
+        };
+        self.controller.create_snapshot(request).await.context("CreateSnapshot")?;
+        Ok(begin.elapsed())
+    }
+
+    pub(crate) async fn delete_snapshot(&mut self, snapshot: &str) -> anyhow::Result<Duration> {
+        let begin = Instant::now();
+        let request =
+            pb::DeleteSnapshotRequest { snapshot_id: snapshot.to_owned(), ..Default::default() };
+        self.controller.delete_snapshot(request).await.context("DeleteSnapshot")?;
+        Ok(begin.elapsed())
     }
 
     pub(crate) async fn delete(&mut self, volume: &str) -> anyhow::Result<Duration> {
@@ -129,6 +167,13 @@ impl Client {
         let volumes = self.list().await?;
         let daemon = |volume: inspect::Volume| volume.attachment?.daemon;
         Ok(volumes.into_iter().filter_map(daemon).map(|daemon| daemon.pid).collect())
+    }
+}
+
+fn parameters(cache: Cache) -> HashMap<String, String> {
+    match cache {
+        Cache::Writeback => HashMap::new(), // what `auto` is, for a raw volume
+        Cache::Writethrough => [("cache".to_owned(), "writethrough".to_owned())].into(),
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! make bench                                       all parts, some 12 minutes on 2 cores
-//! target/release/qsd-csi-bench --only data         one part: control, memory, data, relay or crowd
+//! target/release/qsd-csi-bench --only data         one part: control, memory, data, chain, relay or crowd
 //! target/release/qsd-csi-bench --quick             seconds: shows that it works, not how fast
 //! target/release/qsd-csi-bench --only tune         settings of bare daemons against each other
 //! ```
@@ -19,6 +19,8 @@
 //! | memory | memory of daemons, driver, supervisor and relay, as proportional set size (PSS) | KiB | bare daemons that serve nothing |
 //! | data | requests a second through the published socket | IOPS | fio on a file of the same file system |
 //! | data | durable writes with `cache: auto` | IOPS | `cache: writethrough` |
+//! | chain | reads a second through 4 and 8 layers | IOPS | one layer |
+//! | chain | durable writes into an overlay | IOPS | a raw layer |
 //! | relay | requests a second through the relay | IOPS | the same daemon without one |
 //! | crowd | memory, processor time and recovery with 200 clients | KiB, %, ms | the same with one |
 //! | tune | requests a second of bare daemons with other settings | IOPS | fio, likewise |
@@ -26,6 +28,7 @@
 //! Figures depend on the machine; ratios to a reference less so. Goals are judged, and nothing
 //! fails where one is missed. The report is `report.md` with its plots, in `target/bench`.
 
+mod chain;
 mod client;
 mod control;
 mod crowd;
@@ -86,6 +89,8 @@ enum Part {
     Memory,
     /// Requests a second through a published socket
     Data,
+    /// Reads through many layers, and durable writes into an overlay
+    Chain,
     /// What the relay costs a request
     Relay,
     /// What the relay takes with many volumes, and how long its end is felt
@@ -203,6 +208,9 @@ async fn run(args: Args) -> anyhow::Result<()> {
     }
     if wanted(Part::Data) {
         data::measure(&plan, &mut report).await?;
+    }
+    if wanted(Part::Chain) {
+        chain::measure(&plan, &mut report).await?;
     }
     if wanted(Part::Relay) {
         relay::measure(&plan, &mut report).await?;
