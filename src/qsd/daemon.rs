@@ -22,7 +22,7 @@ use crate::{
 };
 use serde_json::{Value, json};
 use std::{
-    collections::BTreeMap,
+    collections::BTreeSet,
     io,
     path::{Path, PathBuf},
     time::Duration,
@@ -195,26 +195,25 @@ impl Launch {
         if exports.is_empty() {
             return Err(Error::Foreign { pid, what: "exports nothing".to_owned() });
         }
-        let own = |layer: &Layer| (layer.file.node_name(), layer.path.clone());
-        let own: BTreeMap<_, _> = self.layers.iter().map(own).collect();
-        let nodes = Command::new("query-named-block-nodes", json!({ "flat": true }));
-        let open = graph::layers_of(&monitor.execute(nodes).await?);
-        if !open.values().any(|file| own.values().any(|own| own == file)) {
-            let what = format!("serves {open:?}, and the layers are {own:?}");
+        let version = version(&monitor).await?;
+        let daemon = self.daemon(monitor, pid, version);
+        let own: Vec<_> = self.layers.iter().map(|layer| layer.file.node_name()).collect();
+        let (stack, besides) = daemon.layers().await?;
+        if !own.iter().any(|own| stack.contains(own) || besides.contains(own)) {
+            let what = format!("serves {stack:?}, and the layers are {own:?}");
             return Err(Error::Foreign { pid, what });
         }
         let outdated = |what: &str| Err(Error::Outdated { pid, what: what.to_owned() });
-        if open != own {
+        // Work of an earlier driver: what it moved stays moved, but nobody records an end.
+        if daemon.end_jobs().await? == Jobs::ChangedGraph {
+            return outdated("has merged layers");
+        }
+        let (stack, besides) = daemon.layers().await?;
+        if stack != own || !besides.is_empty() {
             return outdated("has other layers");
         }
         if exports.len() > 1 || exports[0]["id"] != self.durability.export() {
             return outdated("acknowledges writes at another time");
-        }
-        let version = version(&monitor).await?;
-        let daemon = self.daemon(monitor, pid, version);
-        // Work of an earlier driver: what it moved stays moved, but nobody records an end.
-        if daemon.end_jobs().await? == Jobs::ChangedGraph {
-            return outdated("has merged layers");
         }
         daemon.set_throttle(&self.throttle).await?;
         Ok(daemon)
@@ -364,6 +363,13 @@ impl Daemon {
     /// The same daemon, with another export in the place of the one it had.
     pub(super) fn exporting(&self, socket: &Path, durability: Durability) -> Self {
         Self { socket: socket.to_owned(), durability, ..self.clone() }
+    }
+
+    /// The layers that it has open, by the names of their nodes: those below the export from the
+    /// active one down, and others.
+    async fn layers(&self) -> Result<(Vec<String>, BTreeSet<String>), monitor::Error> {
+        let graph = Command::new("x-debug-query-block-graph", json!({}));
+        Ok(graph::layers_of(&self.execute(graph).await?))
     }
 
     pub(super) async fn execute(&self, command: Command) -> Result<Value, monitor::Error> {

@@ -17,8 +17,8 @@ use super::Command;
 use crate::volume::{Format, Layer, Throttle};
 use serde_json::{Map, Value, json};
 use std::{
-    collections::BTreeMap,
-    path::{Path, PathBuf},
+    collections::{BTreeMap, BTreeSet},
+    path::Path,
 };
 
 /// The node that every export stands on.
@@ -213,13 +213,32 @@ pub(super) fn reopen(
     Some(Command::new("blockdev-reopen", json!({ "options": [node] })))
 }
 
-/// The layers among a daemon's nodes: their names and files.
-pub(super) fn layers_of(nodes: &Value) -> BTreeMap<String, PathBuf> {
-    let layer = |node: &Value| {
-        let name = node["node-name"].as_str().filter(|name| name.starts_with(LAYER))?;
-        Some((name.to_owned(), PathBuf::from(node["file"].as_str()?)))
+/// The layers of a daemon by the names of their nodes: those below the export from the active one
+/// down, and those that are open besides, out of `x-debug-query-block-graph`.
+///
+/// No other command tells which node stands on which in all versions: the `file` of a node that was
+/// given its backing is a description of all below it.
+pub(super) fn layers_of(graph: &Value) -> (Vec<String>, BTreeSet<String>) {
+    let list = |key: &str| graph[key].as_array().into_iter().flatten();
+    let names: BTreeMap<_, _> = list("nodes")
+        .filter(|node| node["type"] == "block-driver")
+        .filter_map(|node| Some((node["id"].as_u64()?, node["name"].as_str()?)))
+        .collect();
+    let below = |parent: u64| {
+        // A filter has what it filters as its file, or as its backing where a job put it in.
+        let is_filter = !names[&parent].starts_with(LAYER);
+        let is_below = |edge: &&Value| {
+            edge["parent"] == parent
+                && (edge["name"] == "backing" || (is_filter && edge["name"] == "file"))
+        };
+        list("edges").find(is_below)?["child"].as_u64().filter(|child| names.contains_key(child))
     };
-    nodes.as_array().into_iter().flatten().filter_map(layer).collect()
+    let top = names.iter().find(|(_, name)| **name == TOP).map(|(id, _)| *id);
+    let all = std::iter::successors(top, |node| below(*node)).map(|node| names[&node].to_owned());
+    let stack: Vec<_> = all.filter(|name| name.starts_with(LAYER)).collect();
+    let open = names.values().filter(|name| name.starts_with(LAYER)).map(|name| (*name).to_owned());
+    let besides = open.filter(|name| !stack.contains(name)).collect();
+    (stack, besides)
 }
 
 /// `cache` and `discard` must be said both of the format node and of the file below it
@@ -311,16 +330,25 @@ mod test {
     }
 
     #[test]
-    fn the_layers_of_a_daemon_are_found_by_their_names() {
-        let nodes = json!([
-            { "node-name": "top", "file": "/b" },
-            { "node-name": "#block123", "file": "/b" },
-            { "node-name": "L1", "file": "/b" },
-            { "node-name": "L0", "file": "/a" },
-        ]);
-        let layers: Vec<_> = layers_of(&nodes).into_iter().collect();
-        assert_eq!(layers, [("L0".to_owned(), "/a".into()), ("L1".to_owned(), "/b".into())]);
-        assert!(layers_of(&json!({})).is_empty());
+    fn the_layers_of_a_daemon_are_found_below_its_export() {
+        let node = |id: u64, name: &str| json!({ "id": id, "type": "block-driver", "name": name });
+        let edge = |parent: u64, name: &str, child: u64| json!({ "parent": parent, "name": name, "child": child });
+        let names = ["top", "cor", "#block1", "L1", "L0", "#block2", "L2"];
+        let mut nodes: Vec<_> = (1..).zip(names).map(|(id, name)| node(id, name)).collect();
+        nodes.push(json!({ "id": 8, "type": "block-backend", "name": "" }));
+        let mut edges = vec![
+            edge(8, "root", 1),
+            edge(1, "file", 2),
+            edge(2, "file", 3),
+            edge(3, "file", 4),
+            edge(4, "file", 6),
+        ];
+        let layers = |edges: &Vec<Value>| layers_of(&json!({ "nodes": nodes, "edges": edges }));
+        let set = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
+        assert_eq!(layers(&edges), (vec!["L1".to_owned()], set(&["L0", "L2"])));
+        edges.push(edge(4, "backing", 5));
+        assert_eq!(layers(&edges), (vec!["L1".to_owned(), "L0".to_owned()], set(&["L2"])));
+        assert_eq!(layers_of(&json!({})), (vec![], set(&[])));
     }
 
     #[test]
