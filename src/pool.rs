@@ -85,7 +85,7 @@ pub struct Pool {
 }
 
 /// How many bytes a pool has.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Space {
     /// Of the whole file system.
     pub total: Bytes,

@@ -23,6 +23,7 @@ mod expand;
 mod freeze;
 mod id;
 mod layer;
+mod look;
 mod parameters;
 mod record;
 mod recover;
@@ -36,6 +37,7 @@ pub use create::{Creation, NewVolume};
 pub use freeze::Freeze;
 pub use id::{InvalidName, LayerId, NodeName, PoolName, RunKey, SnapshotId, VolumeId};
 pub use layer::Layer;
+pub use look::{Sight, Standing};
 pub use parameters::{
     AccessMode, Cache, CopyMode, GRAIN, Overcommit, ParameterError, Parameters, RangeError,
     SizeRange,
@@ -335,6 +337,11 @@ impl Volumes {
     pub fn promised(&self, space: Space) -> Space {
         let Space { total, free } = space;
         Space { total: self.overcommit.of(total), free: self.overcommit.of(free) }
+    }
+
+    /// All pools.
+    pub fn pools(&self) -> &[Arc<Pool>] {
+        &self.pools
     }
 
     /// The directories of all pools.

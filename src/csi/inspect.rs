@@ -1,16 +1,18 @@
 //! The Inspect service: what a person wants to know of the volumes of a node.
 
+mod tell;
+
 use super::{
     Edge, known, parse,
-    pb::inspect::{self as pb, inspect_server},
+    pb::inspect::{self as pb, inspect_server, thing},
 };
 use crate::{
     blocking::blocking,
-    node::{Attachments, Node, Relayed, When},
-    relay,
-    volume::{Claim, Entry, Layer, Outcome, Volume, VolumeId},
+    node::{Node, When},
+    volume::{Claim, Error, Outcome},
 };
-use std::{path::Path, pin::Pin, sync::Arc};
+use std::{pin::Pin, sync::Arc};
+use tell::Teller;
 use tokio_stream::Stream;
 use tonic::{Request, Response, Status};
 
@@ -18,31 +20,60 @@ use tonic::{Request, Response, Status};
 #[derive(Debug)]
 pub struct Inspect(pub Edge);
 
-type Answer = Pin<Box<dyn Stream<Item = Result<pb::Volume, Status>> + Send>>;
+type Answer<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 #[tonic::async_trait]
 impl inspect_server::Inspect for Inspect {
-    type ListVolumesStream = Answer;
+    type ListVolumesStream = Answer<pb::Volume>;
+    type ListSnapshotsStream = Answer<pb::Snapshot>;
+    type LookStream = Answer<pb::Thing>;
 
     async fn list_volumes(
         &self,
         request: Request<pb::ListVolumesRequest>,
-    ) -> Result<Response<Answer>, Status> {
-        let node = self.0.node.clone();
+    ) -> Result<Response<Answer<pb::Volume>>, Status> {
         let asked = request.into_inner().volume_id;
-        let entries = if asked.is_empty() {
-            node.volumes().list(None, usize::MAX)
+        if asked.is_empty() {
+            return Ok(stream(self.look(Teller::volumes).await));
+        }
+        let id = known(parse::volume_id(asked)?)?;
+        let of_it = id.clone();
+        let found = self.look(move |teller| teller.volume(&of_it)).await;
+        Ok(stream(vec![found.ok_or(Error::NotFound(id))?]))
+    }
+
+    async fn list_snapshots(
+        &self,
+        request: Request<pb::ListSnapshotsRequest>,
+    ) -> Result<Response<Answer<pb::Snapshot>>, Status> {
+        let pb::ListSnapshotsRequest { snapshot_id, source_volume_id } = request.into_inner();
+        let mut found = if snapshot_id.is_empty() {
+            self.look(Teller::snapshots).await
         } else {
-            let id = known(parse::volume_id(asked)?)?;
-            let entry = node.volumes().entry(&id)?;
-            vec![(id, entry)]
+            let id = parse::snapshot_id(snapshot_id)??;
+            let of_it = id.clone();
+            let found = self.look(move |teller| teller.snapshot(&of_it)).await;
+            vec![found.ok_or(Error::NoSnapshot(id))?]
         };
-        let relayed = node.relayed().await;
-        let tell = move || {
-            entries.iter().map(|(id, entry)| Ok(tell(&node, &relayed, id, entry))).collect()
-        };
-        let volumes: Vec<_> = blocking(tell).await;
-        Ok(Response::new(Box::pin(tokio_stream::iter(volumes))))
+        if !source_volume_id.is_empty() {
+            found.retain(|snapshot| snapshot.source_volume_id == source_volume_id);
+        }
+        Ok(stream(found))
+    }
+
+    async fn look(
+        &self,
+        _request: Request<pb::LookRequest>,
+    ) -> Result<Response<Answer<pb::Thing>>, Status> {
+        let things = self.look(|teller| {
+            let pools = teller.pools().into_iter().map(thing::Thing::Pool);
+            let layers = teller.layers().into_iter().map(thing::Thing::Layer);
+            let volumes = teller.volumes().into_iter().map(thing::Thing::Volume);
+            let snapshots = teller.snapshots().into_iter().map(thing::Thing::Snapshot);
+            let all = pools.chain(layers).chain(volumes).chain(snapshots);
+            all.map(|thing| pb::Thing { thing: Some(thing) }).collect()
+        });
+        Ok(stream(things.await))
     }
 
     #[tracing::instrument(skip_all, fields(volume = request.get_ref().volume_id))]
@@ -64,89 +95,15 @@ impl inspect_server::Inspect for Inspect {
     }
 }
 
-fn tell(node: &Node, relayed: &Relayed, id: &VolumeId, entry: &Entry) -> pb::Volume {
-    match entry {
-        Entry::Volume(volume) => pb::Volume {
-            attachment: node.attachment(id).map(|attachment| pb::Attachment {
-                relay: relayed.get(&id.run_key()).map(tell_relay),
-                ..tell_attachment(attachment)
-            }),
-            ..tell_volume(volume)
-        },
-        Entry::Damaged { pool, reason } => pb::Volume {
-            volume_id: id.to_string(),
-            pool: pool.to_string(),
-            damage: reason.clone(),
-            ..Default::default()
-        },
+impl Inspect {
+    /// Tells of what there is now, on a thread that may block.
+    async fn look<T: Send + 'static>(&self, tell: impl FnOnce(&Teller) -> T + Send + 'static) -> T {
+        let node: Node = self.0.node.clone();
+        let relayed = node.relayed().await;
+        blocking(move || tell(&Teller::new(node, relayed))).await
     }
 }
 
-fn tell_volume(volume: &Volume) -> pb::Volume {
-    let layers = volume.layers();
-    pb::Volume {
-        volume_id: volume.id().to_string(),
-        name: volume.name().to_owned(),
-        pool: volume.pool().to_string(),
-        capacity_bytes: volume.size().into(),
-        allocated_bytes: layers.iter().map(Layer::allocated).sum::<crate::units::Bytes>().into(),
-        parameters: volume.parameters().given().clone().into_iter().collect(),
-        layers: layers
-            .iter()
-            .map(|layer| pb::Layer {
-                path: text(&layer.path),
-                format: layer.format.as_str().to_owned(),
-                capacity_bytes: layer.size.into(),
-                allocated_bytes: layer.allocated().into(),
-            })
-            .collect(),
-        attachment: None,
-        damage: String::new(),
-    }
-}
-
-fn tell_attachment(attachment: Attachments) -> pb::Attachment {
-    let (daemon, trouble) = match attachment.daemon {
-        Ok(daemon) => {
-            let daemon = pb::Daemon {
-                pid: daemon.pid(),
-                version: daemon.version().to_owned(),
-                monitor: text(&attachment.monitor),
-                restarts: attachment.restarts,
-            };
-            (Some(daemon), String::new())
-        }
-        Err(trouble) => (None, trouble),
-    };
-    pb::Attachment {
-        staging_path: text(&attachment.staging_path),
-        target_paths: attachment.targets.iter().map(|target| text(target)).collect(),
-        socket: text(&attachment.socket),
-        daemon,
-        trouble,
-        relay: None,
-        warning: attachment.warning,
-    }
-}
-
-fn tell_relay(relayed: &relay::Relayed) -> pb::Relay {
-    let front_end = relayed.front_end.as_ref().map(|front| pb::FrontEnd {
-        pid: front.pid,
-        connected_since: front.since,
-        in_flight: front.in_flight,
-        oldest_ms: front.oldest_ms,
-        paused: front.paused,
-    });
-    pb::Relay {
-        front_end,
-        losses: relayed.losses,
-        handovers: relayed.handovers,
-        refused: relayed.refused,
-        last_stall_us: relayed.last_stall_us,
-        longest_stall_us: relayed.longest_stall_us,
-    }
-}
-
-fn text(path: &Path) -> String {
-    path.display().to_string()
+fn stream<T: Send + 'static>(all: Vec<T>) -> Response<Answer<T>> {
+    Response::new(Box::pin(tokio_stream::iter(all.into_iter().map(Ok))))
 }

@@ -91,7 +91,7 @@ impl Node {
 
     async fn carry_out(self, work: Work, slot: OwnedSemaphorePermit) {
         let layer = work.upper().id;
-        info!(%layer, way = name(work.way()), site = ?work.site(), "moving data between layers");
+        info!(%layer, way = work.way().as_str(), site = ?work.site(), "moving data between layers");
         let outcome = match work.site().clone() {
             Site::Workshop => self.work_in_workshop(work).await,
             Site::Daemon(volume) => self.work_in_daemon(&volume, work).await,
@@ -100,8 +100,9 @@ impl Node {
             Ok(Ended::Moved) => info!(%layer, "moved"),
             Ok(Ended::Interrupted) => info!(%layer, "interrupted; it is begun again"),
             Err(error) => {
-                warn!(%layer, error = %Chain(&error), "moving data between layers");
-                self.volumes.work_failed(layer);
+                let reason = Chain(&error).to_string();
+                warn!(%layer, error = reason, "moving data between layers");
+                self.volumes.work_failed(layer, reason);
             }
         }
         drop(slot);
@@ -299,13 +300,6 @@ impl Node {
                 }
             }
         }
-    }
-}
-
-fn name(way: &Way) -> &'static str {
-    match way {
-        Way::Stream { .. } => "stream",
-        Way::Commit { .. } => "commit",
     }
 }
 

@@ -186,6 +186,18 @@ const CACHES: [(&str, Cache); 3] =
 
 const FORMATS: [(&str, Format); 2] = [("raw", Format::Raw), ("qcow2", Format::Qcow2)];
 
+impl CopyMode {
+    /// The value of the parameter.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::CopyOnWrite => "copy-on-write",
+            Self::CopyOnRead => "copy-on-read",
+            Self::Clone => "clone",
+        }
+    }
+}
+
 const COPY_MODES: [(&str, CopyMode); 4] = [
     ("none", CopyMode::None),
     ("copy-on-write", CopyMode::CopyOnWrite),

@@ -315,7 +315,7 @@ impl Volumes {
     }
 }
 
-fn entry(
+pub(super) fn entry(
     id: &SnapshotId,
     kept: &Kept<SnapshotRecord>,
     layers_from: impl FnOnce(LayerId) -> Result<Vec<Layer>, String>,

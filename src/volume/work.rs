@@ -41,7 +41,14 @@ const AFTER_FAILURE: Duration = Duration::from_secs(30);
 #[derive(Debug, Default)]
 pub(super) struct Jobs {
     running: HashMap<LayerId, Running>,
-    failed: HashMap<LayerId, Instant>,
+    failed: HashMap<LayerId, Failed>,
+}
+
+#[derive(Debug)]
+struct Failed {
+    /// Until when it is left alone.
+    until: Instant,
+    reason: String,
 }
 
 #[derive(Debug)]
@@ -113,8 +120,6 @@ pub struct Work {
 /// Something that is being done, for a person.
 #[derive(Clone, Debug)]
 pub struct Job {
-    /// The layer that it is for.
-    pub layer: LayerId,
     /// In which way.
     pub way: Way,
     /// Bytes that were looked at.
@@ -139,6 +144,30 @@ enum Kind {
     Merge,
     /// Take the upper off the lower, which others need.
     Bypass,
+}
+
+impl Jobs {
+    /// What is being done for a layer.
+    pub(super) fn of(&self, layer: LayerId) -> Option<Job> {
+        let running = self.running.get(&layer)?;
+        let (done, total) = running.progress.get();
+        Some(Job { way: running.way.clone(), done, total })
+    }
+
+    /// Why it failed the last time, in words.
+    pub(super) fn trouble(&self, layer: LayerId) -> Option<&str> {
+        self.failed.get(&layer).map(|failed| failed.reason.as_str())
+    }
+}
+
+impl Way {
+    /// The name QEMU has for it.
+    pub fn as_str(&self) -> &'static str {
+        match self {
+            Self::Stream { .. } => "stream",
+            Self::Commit { .. } => "commit",
+        }
+    }
 }
 
 impl Progress {
@@ -202,7 +231,7 @@ impl Volumes {
     pub fn next_work(&self, claims: &InFlight, used: impl Fn(&VolumeId) -> Use) -> Option<Work> {
         let mut state = self.state.lock();
         let now = Instant::now();
-        state.jobs.failed.retain(|_, until| *until > now);
+        state.jobs.failed.retain(|_, failed| failed.until > now);
         let plans = [state.detachments(), state.merges(), state.bypasses()].concat();
         for plan in plans {
             let Some((way, site)) = state.judge(&plan, claims, &used) else { continue };
@@ -260,19 +289,10 @@ impl Volumes {
         }
     }
 
-    /// Work for this layer did not succeed, so it is left alone for a while.
-    pub fn work_failed(&self, upper: LayerId) {
-        self.state.lock().jobs.failed.insert(upper, Instant::now() + AFTER_FAILURE);
-    }
-
-    /// What is being done.
-    pub fn jobs(&self) -> Vec<Job> {
-        let state = self.state.lock();
-        let tell = |(layer, running): (&LayerId, &Running)| {
-            let (done, total) = running.progress.get();
-            Job { layer: *layer, way: running.way.clone(), done, total }
-        };
-        state.jobs.running.iter().map(tell).collect()
+    /// Work for this layer did not succeed, for a reason in words, so it is left alone for a while.
+    pub fn work_failed(&self, upper: LayerId, reason: String) {
+        let failed = Failed { until: Instant::now() + AFTER_FAILURE, reason };
+        self.state.lock().jobs.failed.insert(upper, failed);
     }
 
     /// Records that the data is where the work was to bring it, durably, and removes what is not

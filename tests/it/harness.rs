@@ -6,7 +6,7 @@ use qsd_csi::csi::pb::{
         self as pb, controller_client::ControllerClient, identity_client::IdentityClient,
         node_client::NodeClient, volume_capability,
     },
-    inspect::{self, inspect_client::InspectClient},
+    inspect::{self, inspect_client::InspectClient, thing},
 };
 use std::{
     fs,
@@ -65,6 +65,15 @@ pub(crate) async fn until(what: &str, mut done: impl AsyncFnMut() -> bool) {
         assert!(begin.elapsed() < LIMIT, "waited too long: {what}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
+}
+
+/// All there is on a node.
+#[derive(Debug, Default)]
+pub(crate) struct Things {
+    pub(crate) pools: Vec<inspect::Pool>,
+    pub(crate) layers: Vec<inspect::Layer>,
+    pub(crate) volumes: Vec<inspect::Volume>,
+    pub(crate) snapshots: Vec<inspect::Snapshot>,
 }
 
 impl Driver {
@@ -214,6 +223,41 @@ impl Driver {
             volumes.push(volume);
         }
         volumes
+    }
+
+    /// What the driver tells people of snapshots.
+    pub(crate) async fn snapshots(
+        &self,
+        snapshot_id: &str,
+        source_volume_id: &str,
+    ) -> Result<Vec<inspect::Snapshot>, Status> {
+        let mut client = InspectClient::new(self.channel.clone());
+        let request = inspect::ListSnapshotsRequest {
+            snapshot_id: snapshot_id.into(),
+            source_volume_id: source_volume_id.into(),
+        };
+        let mut stream = client.list_snapshots(request).await?.into_inner();
+        let mut snapshots = Vec::new();
+        while let Some(snapshot) = stream.message().await? {
+            snapshots.push(snapshot);
+        }
+        Ok(snapshots)
+    }
+
+    /// What the driver tells people of all there is.
+    pub(crate) async fn look(&self) -> Things {
+        let mut client = InspectClient::new(self.channel.clone());
+        let mut stream = client.look(inspect::LookRequest {}).await.unwrap().into_inner();
+        let mut things = Things::default();
+        while let Some(inspect::Thing { thing }) = stream.message().await.unwrap() {
+            match thing.unwrap() {
+                thing::Thing::Pool(pool) => things.pools.push(pool),
+                thing::Thing::Layer(layer) => things.layers.push(layer),
+                thing::Thing::Volume(volume) => things.volumes.push(volume),
+                thing::Thing::Snapshot(snapshot) => things.snapshots.push(snapshot),
+            }
+        }
+        things
     }
 
     /// Moves a volume to another daemon, whatever it has.

@@ -18,6 +18,7 @@ mod harness;
 mod hunt;
 mod lifecycle;
 mod listing;
+mod look;
 mod model;
 mod processes;
 mod qsd;
