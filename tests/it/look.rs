@@ -1,11 +1,10 @@
 //! What people are told of volumes, snapshots and layers: who stands on what, and who pays for it.
 
-use crate::harness::{Driver, GIB, create_request, until};
-use pb::volume_content_source::{SnapshotSource, Type, VolumeSource};
-use qsd_csi::csi::pb::{
-    csi as pb,
-    inspect::{Layer, Pool, Snapshot, Volume},
+use crate::{
+    copies::{Source, Wish},
+    harness::{Driver, GIB, until},
 };
+use qsd_csi::csi::pb::inspect::{Layer, Pool, Snapshot, Volume};
 use std::{
     fs::{File, OpenOptions},
     os::unix::fs::FileExt as _,
@@ -16,26 +15,9 @@ use tonic::Code;
 /// One MiB.
 const MIB: i64 = 1 << 20;
 
-/// Takes a snapshot; its id.
-async fn snapshot(driver: &Driver, name: &str, volume: &str) -> String {
-    let request = pb::CreateSnapshotRequest {
-        name: name.into(),
-        source_volume_id: volume.into(),
-        ..Default::default()
-    };
-    let response = driver.controller().create_snapshot(request).await.unwrap();
-    response.into_inner().snapshot.unwrap().snapshot_id
-}
-
-/// Creates a volume from another or a snapshot; its id.
-async fn create_from(driver: &Driver, name: &str, source: Type, parameters: &[(&str, &str)]) {
-    let owned = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
-    let request = pb::CreateVolumeRequest {
-        volume_content_source: Some(pb::VolumeContentSource { r#type: Some(source) }),
-        parameters: parameters.iter().map(owned).collect(),
-        ..create_request(name, GIB)
-    };
-    driver.controller().create_volume(request).await.unwrap();
+/// A copy of 1 GiB.
+fn copy(name: &str, source: Source, parameters: [(&'static str, &'static str); 2]) -> Wish {
+    Wish { name: name.into(), size: 1 << 30, source: Some(source), parameters: parameters.into() }
 }
 
 /// Gives a raw layer that nobody has open this many bytes of data.
@@ -54,9 +36,10 @@ async fn a_look_tells_what_stands_on_what_and_who_pays_for_it() {
     let driver = Driver::start().await;
     driver.create("base").await;
     fill(&driver.inspect().await[0].layers[0].path, 8 * MIB);
-    snapshot(&driver, "gold", "base").await;
-    let gold = Type::Snapshot(SnapshotSource { snapshot_id: "gold".into() });
-    create_from(&driver, "vm", gold, &[("copyMode", "copy-on-read"), ("iops", "100")]).await;
+    driver.snapshot("gold", "base").await.unwrap();
+    let parameters = [("copyMode", "copy-on-read"), ("iops", "100")];
+    let vm = copy("vm", Source::Snapshot("gold".into()), parameters);
+    driver.fulfil(&vm).await.unwrap();
     let things = driver.look().await;
     let Pool { name, directory, total_bytes, free_bytes, allocated_bytes, trouble } =
         &things.pools[0];
@@ -95,7 +78,7 @@ async fn snapshots_are_listed_by_volume_and_by_id() {
     for volume in ["a", "b"] {
         driver.create(volume).await;
         for number in [2, 1] {
-            snapshot(&driver, &format!("{volume}-{number}"), volume).await;
+            driver.snapshot(&format!("{volume}-{number}"), volume).await.unwrap();
         }
     }
     let ids = async |id: &str, volume: &str| {
@@ -116,9 +99,9 @@ async fn a_clone_shows_how_far_it_has_come() {
     let driver = Driver::start().await;
     driver.create("base").await;
     fill(&driver.inspect().await[0].layers[0].path, 8 * MIB);
-    let base = Type::Volume(VolumeSource { volume_id: "base".into() });
     let parameters = [("copyMode", "clone"), ("cloneBytesPerSecond", "1Mi")];
-    create_from(&driver, "copy", base, &parameters).await;
+    let slow = copy("copy", Source::Volume("base".into()), parameters);
+    driver.fulfil(&slow).await.unwrap();
     let top = async || of(&driver.inspect().await, "copy").layers[0].clone();
     until("the clone is worked on", async || {
         let Layer { job, .. } = top().await;
@@ -133,7 +116,7 @@ async fn a_clone_shows_how_far_it_has_come() {
 async fn what_is_damaged_is_told_with_its_reason() {
     let mut driver = Driver::start().await;
     driver.create("base").await;
-    snapshot(&driver, "gold", "base").await;
+    driver.snapshot("gold", "base").await.unwrap();
     driver.kill();
     spoil(&driver.path("pool/records/snapshots/gold.json"));
     driver.launch(&[], None);
