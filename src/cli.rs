@@ -1,8 +1,12 @@
 //! The command line: the processes of the driver, and commands for people.
 
+mod client;
 mod daemon;
+mod json;
 mod output;
+mod progress;
 mod relay;
+mod snapshot;
 mod standalone;
 mod volume;
 
@@ -40,8 +44,10 @@ enum Command {
     Relay(relay::Args),
     /// Look after the storage daemons of volumes
     Daemon(daemon::Args),
-    /// Create, look at, attach and delete volumes by hand
+    /// Create, look at, attach, change and delete volumes by hand
     Volume(volume::Args),
+    /// Take, look at and delete snapshots by hand
+    Snapshot(snapshot::Args),
 }
 
 /// Runs the subcommand to its end.
@@ -54,6 +60,7 @@ pub fn run(args: Args) -> ExitCode {
         Command::Relay(args) => relay::run(args),
         Command::Daemon(args) => block_on(daemon::run(args)),
         Command::Volume(args) => block_on(volume::run(args)),
+        Command::Snapshot(args) => block_on(snapshot::run(args)),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

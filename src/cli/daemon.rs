@@ -1,8 +1,8 @@
 //! `qsd-csi daemon`: care for the storage daemons, for people.
 
 use super::{
+    client::{Client, Driver},
     output::{Output, say, say_json},
-    volume::{Driver, client::Client},
 };
 use clap::Subcommand;
 use serde::Serialize;
@@ -41,7 +41,7 @@ struct Upgraded {
 }
 
 pub(super) async fn run(args: Args) -> anyhow::Result<()> {
-    let mut client = Client::connect(&args.driver.endpoint).await?;
+    let mut client = args.driver.connect().await?;
     let Command::Upgrade { volume_id, all: _, force } = args.command;
     let volumes = match volume_id {
         Some(volume) => vec![volume],

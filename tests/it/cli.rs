@@ -1,24 +1,58 @@
-//! `qsd-csi volume`, as a person or a script uses it.
+//! The commands for people, as a person or a script uses them.
 
 use crate::{
-    harness::{Driver, qsd_csi},
+    harness::{Driver, qsd_csi, until},
     vm::Vm,
 };
-use std::path::Path;
+use serde_json::{Value, json};
+use std::{fs::OpenOptions, os::unix::fs::FileExt as _, path::Path};
+
+/// 8 MiB.
+const DATA: usize = 8 << 20;
+
+/// Creates a volume of 1 GiB with some data.
+async fn filled(driver: &Driver, name: &str) {
+    did(driver, &["volume", "create", name, "--size", "1Gi"]).await;
+    let shown = json(driver, &["volume", "show", name]).await;
+    let layer = shown["layers"][0]["path"].as_str().unwrap();
+    let file = OpenOptions::new().write(true).open(layer).unwrap();
+    file.write_all_at(&vec![7; DATA], 0).unwrap();
+    file.sync_all().unwrap();
+}
 
 /// Runs a command: whether it went well, its standard output, its standard error.
-async fn volume(driver: &Driver, arguments: &[&str]) -> (bool, String, String) {
+async fn run(driver: &Driver, arguments: &[&str]) -> (bool, String, String) {
     let mut command = qsd_csi();
-    command.arg("volume").args(arguments).args(["--endpoint", &driver.endpoint()]);
+    command.args(arguments).args(["--endpoint", &driver.endpoint()]);
     let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
     (output.status.success(), text(output.stdout), text(output.stderr))
 }
 
+async fn volume(driver: &Driver, arguments: &[&str]) -> (bool, String, String) {
+    run(driver, &[&["volume"], arguments].concat()).await
+}
+
 async fn well(driver: &Driver, arguments: &[&str]) -> String {
-    let (ok, output, errors) = volume(driver, arguments).await;
-    assert!(ok, "{arguments:?}: {errors}");
+    did(driver, &[&["volume"], arguments].concat()).await
+}
+
+/// Runs a command that goes well and has nothing to say on standard error; its standard output.
+async fn did(driver: &Driver, arguments: &[&str]) -> String {
+    let (ok, output, errors) = run(driver, arguments).await;
+    assert!(ok && errors.is_empty(), "{arguments:?}: {errors}");
     output
+}
+
+/// The same, as JSON.
+async fn json(driver: &Driver, arguments: &[&str]) -> Value {
+    let output = did(driver, &[arguments, &["--output", "json"]].concat()).await;
+    serde_json::from_str(&output).unwrap()
+}
+
+/// The words of a line of a table.
+fn words(line: &str) -> Vec<&str> {
+    line.split_whitespace().collect()
 }
 
 #[tokio::test]
@@ -30,17 +64,15 @@ async fn a_person_gets_from_nothing_to_a_vm_with_a_disk() {
     assert!(created.contains("2Gi") && created.contains("volume attach disk"), "{created}");
     let attached = well(&driver, &["attach", "disk", "--dir", &dir]).await;
     assert!(attached.contains("qemu-system-x86_64") && attached.contains("vhost-user-blk-pci"));
-    let json = well(&driver, &["attach", "disk", "--dir", &dir, "--output", "json"]).await;
-    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
-    let mut vm = Vm::boot(Path::new(json["socket"].as_str().unwrap())).await;
+    let attached = json(&driver, &["volume", "attach", "disk", "--dir", &dir]).await;
+    let mut vm = Vm::boot(Path::new(attached["socket"].as_str().unwrap())).await;
     assert_eq!(vm.run("cat /sys/block/vda/size").await.trim(), (2_u64 << 21).to_string());
     vm.power_off().await;
     let list = well(&driver, &["list"]).await;
     let lines: Vec<_> = list.lines().collect();
-    let words = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
-    assert_eq!(words(lines[0]), ["VOLUME", "SIZE", "ALLOCATED", "POOL", "STATE"]);
+    assert_eq!(words(lines[0]), ["VOLUME", "SIZE", "OWN", "SHARED", "POOL", "STATE"]);
     assert_eq!(words(lines[1])[..2], ["disk", "2Gi"]);
-    assert_eq!(words(lines[1])[3..], ["main", "published"]);
+    assert_eq!(words(lines[1])[3..], ["0", "main", "published"]);
     let show = well(&driver, &["show", "disk"]).await;
     assert!(show.contains("QEMU 10.") && show.contains("dbg.sock"), "{show}");
     let (ok, _, errors) = volume(&driver, &["delete", "disk"]).await;
@@ -53,9 +85,100 @@ async fn a_person_gets_from_nothing_to_a_vm_with_a_disk() {
 }
 
 #[tokio::test]
+async fn a_snapshot_is_taken_looked_at_restored_and_deleted() {
+    let driver = Driver::start().await;
+    assert!(did(&driver, &["snapshot", "list"]).await.contains("snapshot create"));
+    filled(&driver, "disk").await;
+    let taken = did(&driver, &["snapshot", "create", "monday", "--volume", "disk"]).await;
+    assert!(taken.contains("1Gi") && taken.contains("--from-snapshot monday"), "{taken}");
+    let list = did(&driver, &["snapshot", "list", "--volume", "disk"]).await;
+    let lines: Vec<_> = list.lines().collect();
+    assert_eq!(words(lines[0])[..5], ["SNAPSHOT", "VOLUME", "SIZE", "OWN", "SHARED"]);
+    assert_eq!(words(lines[1])[..4], ["monday", "disk", "1Gi", "0"]);
+    assert!(words(lines[1])[5].ends_with('Z'), "{list}");
+    assert_eq!(json(&driver, &["snapshot", "list", "--volume", "other"]).await, json!([]));
+    let restored = ["volume", "create", "restored", "--from-snapshot", "monday"];
+    assert_eq!(json(&driver, &restored).await["capacity_bytes"], json!(1 << 30));
+    let shown = json(&driver, &["volume", "show", "restored"]).await;
+    assert_eq!(shown["source"], json!({ "snapshot_id": "monday" }));
+    assert_eq!(shown["copy_mode"], json!("copy-on-write"));
+    let [own, all] = ["own_bytes", "allocated_bytes"].map(|key| shown[key].as_u64().unwrap());
+    assert!(own < all && all >= u64::try_from(DATA).unwrap(), "{own} of {all}");
+    for id in ["disk", "restored"] {
+        did(&driver, &["volume", "delete", id]).await;
+    }
+    let shown = did(&driver, &["snapshot", "show", "monday"]).await;
+    assert!(shown.contains("allocated  8") && shown.contains("raw, 8"), "{shown}");
+    let deleted = json(&driver, &["snapshot", "delete", "monday"]).await;
+    assert_eq!(deleted, json!({ "snapshot_id": "monday", "outcome": "deleted" }));
+    driver.assert_empty().await;
+}
+
+#[tokio::test]
+async fn a_clone_is_waited_for_until_it_is_independent() {
+    let driver = Driver::start().await;
+    filled(&driver, "disk").await;
+    let slow = ["--parameter", "cloneBytesPerSecond=64Mi"];
+    let cloned = did(&driver, &[&["volume", "clone", "disk", "slow"][..], &slow].concat()).await;
+    assert!(cloned.contains("attach slow") && cloned.contains("qsd-csi tree"), "{cloned}");
+    let copied =
+        did(&driver, &["volume", "clone", "disk", "copy", "--wait", "--size", "2Gi"]).await;
+    assert!(copied.contains("copy of 2Gi") && copied.contains("needs nothing of disk"), "{copied}");
+    let again =
+        json(&driver, &["volume", "clone", "disk", "copy", "--wait", "--size", "2Gi"]).await;
+    assert_eq!(again["independent"], json!(true));
+    let copy = json(&driver, &["volume", "show", "copy"]).await;
+    assert_eq!(copy["layers"].as_array().unwrap().len(), 1);
+    assert_eq!(copy["own_bytes"], copy["allocated_bytes"]);
+    let overlay = ["volume", "clone", "disk", "overlay", "--copy-mode", "copy-on-read"];
+    assert_eq!(json(&driver, &overlay).await["independent"], json!(false));
+    let (ok, _, errors) = run(&driver, &[&overlay[..], &["--wait"]].concat()).await;
+    assert!(!ok && errors.contains("copy-on-read always needs its source"), "{errors}");
+}
+
+#[tokio::test]
+async fn a_wait_outlives_the_driver() {
+    let mut driver = Driver::start().await;
+    filled(&driver, "disk").await;
+    let mut command = qsd_csi();
+    command.args(["volume", "clone", "disk", "copy", "--wait", "--output", "json"]);
+    command.args(["--parameter", "cloneBytesPerSecond=512Mi", "--endpoint", &driver.endpoint()]);
+    let waiting = tokio::task::spawn_blocking(move || command.output().unwrap());
+    until("the copy is there", async || driver.inspect().await.len() == 2).await;
+    driver.restart().await;
+    let waited = waiting.await.unwrap();
+    assert!(waited.status.success(), "{}", String::from_utf8_lossy(&waited.stderr));
+    assert!(String::from_utf8_lossy(&waited.stdout).contains("\"independent\": true"));
+}
+
+#[tokio::test]
+async fn sizes_and_limits_are_changed_by_hand() {
+    let driver = Driver::start().await;
+    did(&driver, &["volume", "create", "disk", "--size", "1Gi"]).await;
+    assert_eq!(did(&driver, &["volume", "resize", "disk", "2Gi"]).await, "volume disk has 2Gi\n");
+    let resized = json(&driver, &["volume", "resize", "disk", "3000000000"]).await;
+    assert_eq!(resized, json!({ "volume_id": "disk", "capacity_bytes": 3_000_000_512_u64 }));
+    let (ok, _, errors) = volume(&driver, &["resize", "disk", "1Gi"]).await;
+    assert!(!ok && errors.contains("never shrinks"), "{errors}");
+    assert!(did(&driver, &["volume", "throttle", "disk"]).await.contains("no limits"));
+    let limits = ["volume", "throttle", "disk", "iops=500", "bytesPerSecond=100Mi"];
+    let told = did(&driver, &limits).await;
+    let lines: Vec<_> = told.lines().map(words).collect();
+    assert_eq!(lines[1..], [["bytesPerSecond", "100Mi"], ["iops", "500"]]);
+    let lifted = json(&driver, &["volume", "throttle", "disk", "bytesPerSecond=0"]).await;
+    assert_eq!(lifted, json!({ "volume_id": "disk", "limits": { "iops": 500 } }));
+    for (pair, words) in [("iopsRead=1", "iops and iopsRead"), ("pool=x", "\"pool\""), ("x", "KEY")]
+    {
+        let (ok, _, errors) = volume(&driver, &["throttle", "disk", pair]).await;
+        assert!(!ok && errors.contains(words), "{errors}");
+    }
+    assert!(did(&driver, &["volume", "show", "disk"]).await.contains("iops=500"));
+}
+
+#[tokio::test]
 async fn errors_say_what_to_do_next() {
     let driver = Driver::start().await;
-    let cases: [(&[&str], &str); 9] = [
+    let cases: [(&[&str], &str); 11] = [
         (&["show", "nothing"], "volume list"),
         (&["delete", "nothing"], "does not exist"),
         (&["create", "a", "--size", "10GB"], "10Gi"),
@@ -65,9 +188,22 @@ async fn errors_say_what_to_do_next() {
         (&["create", "a", "--size", "1Gi", "--parameter", "color=red"], "\"color\""),
         (&["create", "a", "--size", "1Gi", "--parameter", "color"], "KEY=VALUE"),
         (&["attach", "nothing", "--dir", "/nowhere"], "does not exist"),
+        (&["create", "a", "--from-snapshot", "nothing"], "qsd-csi snapshot list"),
+        (&["clone", "nothing", "a"], "qsd-csi volume list"),
     ];
     for (arguments, words) in cases {
         let (ok, _, errors) = volume(&driver, arguments).await;
+        assert!(!ok && errors.contains(words), "{arguments:?}: {errors}");
+    }
+    let cases: [(&[&str], &str); 5] = [
+        (&["show", "nothing"], "qsd-csi snapshot list"),
+        (&["show", ""], "id is empty"),
+        (&["delete", "nothing"], "qsd-csi snapshot list"),
+        (&["create", "a", "--volume", "nothing"], "qsd-csi volume list"),
+        (&["create", "", "--volume", "nothing"], "name"),
+    ];
+    for (arguments, words) in cases {
+        let (ok, _, errors) = run(&driver, &[&["snapshot"], arguments].concat()).await;
         assert!(!ok && errors.contains(words), "{arguments:?}: {errors}");
     }
     assert!(!Path::new("/nowhere").exists());

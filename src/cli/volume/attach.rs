@@ -1,6 +1,6 @@
 //! `attach` and `detach`: what kubelet does with a volume, done by hand.
 
-use super::client::Client;
+use crate::cli::client::Client;
 use anyhow::Context as _;
 use serde::Serialize;
 use std::{
