@@ -8,6 +8,7 @@ mod progress;
 mod relay;
 mod snapshot;
 mod standalone;
+mod tree;
 mod volume;
 
 use crate::{run::RunDir, supervisor};
@@ -48,6 +49,8 @@ enum Command {
     Volume(volume::Args),
     /// Take, look at and delete snapshots by hand
     Snapshot(snapshot::Args),
+    /// Draw pools, volumes, snapshots and layers, and what is done with them, as a tree
+    Tree(tree::Args),
 }
 
 /// Runs the subcommand to its end.
@@ -61,6 +64,7 @@ pub fn run(args: Args) -> ExitCode {
         Command::Daemon(args) => block_on(daemon::run(args)),
         Command::Volume(args) => block_on(volume::run(args)),
         Command::Snapshot(args) => block_on(snapshot::run(args)),
+        Command::Tree(args) => block_on(tree::run(args)),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

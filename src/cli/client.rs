@@ -4,7 +4,7 @@ use super::{Endpoint, output::Output};
 use crate::{
     csi::pb::{
         csi::{self as pb, controller_client::ControllerClient, node_client::NodeClient},
-        inspect::{self, inspect_client::InspectClient},
+        inspect::{self, inspect_client::InspectClient, thing::Thing},
     },
     units::Bytes,
     volume::GRAIN,
@@ -65,6 +65,15 @@ pub(super) struct NewVolume {
 pub(super) enum Source {
     Snapshot(String),
     Volume(String),
+}
+
+/// All there is on a node.
+#[derive(Debug, Default)]
+pub(super) struct Things {
+    pub(super) pools: Vec<inspect::Pool>,
+    pub(super) layers: Vec<inspect::Layer>,
+    pub(super) volumes: Vec<inspect::Volume>,
+    pub(super) snapshots: Vec<inspect::Snapshot>,
 }
 
 pub(super) struct Client {
@@ -192,6 +201,23 @@ impl Client {
         let response = self.inspect.list_snapshots(request).await;
         let answer = response.map_err(explain(About::Snapshot))?.into_inner();
         collect(answer).await.map_err(explain(About::Snapshot))
+    }
+
+    /// All there is.
+    pub(super) async fn look(&mut self) -> anyhow::Result<Things> {
+        let response = self.inspect.look(inspect::LookRequest {}).await;
+        let answer = response.map_err(explain(About::Volume))?.into_inner();
+        let all = collect(answer).await.map_err(explain(About::Volume))?;
+        let mut things = Things::default();
+        for thing in all.into_iter().filter_map(|one| one.thing) {
+            match thing {
+                Thing::Pool(pool) => things.pools.push(pool),
+                Thing::Layer(layer) => things.layers.push(layer),
+                Thing::Volume(volume) => things.volumes.push(volume),
+                Thing::Snapshot(snapshot) => things.snapshots.push(snapshot),
+            }
+        }
+        Ok(things)
     }
 
     pub(super) async fn list(&mut self) -> anyhow::Result<Vec<inspect::Volume>> {

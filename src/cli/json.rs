@@ -77,6 +77,17 @@ struct Job {
     total_bytes: i64,
 }
 
+/// A pool.
+#[derive(Serialize)]
+pub(super) struct Pool {
+    name: String,
+    directory: String,
+    total_bytes: i64,
+    free_bytes: i64,
+    allocated_bytes: i64,
+    trouble: Option<String>,
+}
+
 #[derive(Serialize)]
 struct Attachment {
     staging_path: String,
@@ -212,6 +223,19 @@ impl From<inspect::Layer> for Layer {
             detaching: layer.detaching,
             job: layer.job.map(job),
             trouble: some(layer.trouble),
+        }
+    }
+}
+
+impl From<inspect::Pool> for Pool {
+    fn from(pool: inspect::Pool) -> Self {
+        Self {
+            name: pool.name,
+            directory: pool.directory,
+            total_bytes: pool.total_bytes,
+            free_bytes: pool.free_bytes,
+            allocated_bytes: pool.allocated_bytes,
+            trouble: some(pool.trouble),
         }
     }
 }

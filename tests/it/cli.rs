@@ -5,10 +5,15 @@ use crate::{
     vm::Vm,
 };
 use serde_json::{Value, json};
-use std::{fs::OpenOptions, os::unix::fs::FileExt as _, path::Path};
+use std::{
+    fs::{self, OpenOptions},
+    os::unix::fs::FileExt as _,
+    path::Path,
+};
 
-/// 8 MiB.
+/// 8 MiB, in bytes and as people write it.
 const DATA: usize = 8 << 20;
+const SHOWN: &str = "8Mi";
 
 /// Creates a volume of 1 GiB with some data.
 async fn filled(driver: &Driver, name: &str) {
@@ -121,6 +126,9 @@ async fn a_clone_is_waited_for_until_it_is_independent() {
     let slow = ["--parameter", "cloneBytesPerSecond=64Mi"];
     let cloned = did(&driver, &[&["volume", "clone", "disk", "slow"][..], &slow].concat()).await;
     assert!(cloned.contains("attach slow") && cloned.contains("qsd-csi tree"), "{cloned}");
+    let tree = did(&driver, &["tree"]).await;
+    let line = tree.lines().find(|line| line.contains("slow")).unwrap();
+    assert!(line.contains("clone") && line.contains("detached"), "{tree}");
     let copied =
         did(&driver, &["volume", "clone", "disk", "copy", "--wait", "--size", "2Gi"]).await;
     assert!(copied.contains("copy of 2Gi") && copied.contains("needs nothing of disk"), "{copied}");
@@ -173,6 +181,35 @@ async fn sizes_and_limits_are_changed_by_hand() {
         assert!(!ok && errors.contains(words), "{errors}");
     }
     assert!(did(&driver, &["volume", "show", "disk"]).await.contains("iops=500"));
+}
+
+#[tokio::test]
+async fn the_tree_shows_what_stands_on_what() {
+    let driver = Driver::start().await;
+    filled(&driver, "disk").await;
+    did(&driver, &["snapshot", "create", "monday", "--volume", "disk"]).await;
+    did(&driver, &["volume", "create", "restored", "--from-snapshot", "monday"]).await;
+    let tree = did(&driver, &["tree"]).await;
+    let lines: Vec<_> = tree.lines().collect();
+    assert!(lines[2].starts_with(&format!("pool main  {}", driver.text("pool"))), "{tree}");
+    let stems = ["╰─○ monday ", "  ├─● restored ", "  ● disk "];
+    for (line, stem) in lines[3..].iter().zip(stems) {
+        assert!(line.starts_with(stem), "{tree}");
+    }
+    assert!(lines[3].contains(SHOWN) && lines[3].contains("of disk"), "{tree}");
+    assert_eq!(lines.len(), 6);
+    let ascii = did(&driver, &["tree", "--ascii"]).await;
+    assert!(ascii.is_ascii() && ascii.contains("  |-* restored"), "{ascii}");
+    let all = json(&driver, &["tree"]).await;
+    for (kind, count) in [("pools", 1), ("layers", 3), ("volumes", 2), ("snapshots", 1)] {
+        assert_eq!(all[kind].as_array().unwrap().len(), count, "{kind}");
+    }
+    let file = driver.text("tree.svg");
+    assert!(did(&driver, &["tree", "--svg", &file]).await.contains("3 layers"));
+    let picture = fs::read_to_string(&file).unwrap();
+    assert!(picture.starts_with("<svg") && picture.contains(">restored</text>"), "{picture}");
+    let (ok, _, errors) = run(&driver, &["tree", "--svg", "/nonexistent/tree.svg"]).await;
+    assert!(!ok && errors.contains("/nonexistent/tree.svg"), "{errors}");
 }
 
 #[tokio::test]

@@ -1,0 +1,84 @@
+//! A node to draw in tests: two lines of volumes, a copy under way, a blank volume, and damage.
+
+use crate::{
+    cli::client::Things,
+    csi::pb::inspect::{Job, Layer, Pool, Snapshot, Volume, volume::Source},
+};
+use prost_types::Timestamp;
+
+const GIB: i64 = 1 << 30;
+const MIB: i64 = 1 << 20;
+
+/// Layers are named by one letter, and by what they stand on from the top down.
+pub(super) fn things() -> Things {
+    let layers = vec![
+        layer("b", "", "", &["monday"]),
+        Layer {
+            job: Some(Job { kind: "clone".into(), done_bytes: 550 * MIB, total_bytes: GIB }),
+            detaching: true,
+            ..layer("c", "b", "restored", &[])
+        },
+        layer("d", "b", "", &["tuesday"]),
+        layer("e", "d", "disk", &[]),
+        layer("f", "", "", &[]),
+        Layer { detaching: true, ..layer("g", "f", "copy", &[]) },
+        layer("h", "f", "base", &[]),
+        layer("a", "", "blank", &[]),
+    ];
+    let chain = |ids: &str| {
+        let find = |id: char| layers.iter().find(|one| one.layer_id.starts_with(id)).cloned();
+        ids.chars().filter_map(find).collect::<Vec<_>>()
+    };
+    let volume = |id: &str, ids: &str| Volume {
+        volume_id: id.into(),
+        pool: "main".into(),
+        capacity_bytes: GIB,
+        layers: chain(ids),
+        ..Default::default()
+    };
+    let snapshot = |id: &str, ids: &str| Snapshot {
+        snapshot_id: id.into(),
+        pool: "main".into(),
+        source_volume_id: "disk".into(),
+        created: Some(Timestamp { seconds: 1_795_283_304, nanos: 5 }),
+        layers: chain(ids),
+        ..Default::default()
+    };
+    let source = Some(Source::SourceVolumeId("base".into()));
+    Things {
+        volumes: vec![
+            volume("base", "hf"),
+            volume("blank", "a"),
+            Volume { damage: "its record is gone".into(), ..volume("broken", "") },
+            Volume { source, ..volume("copy", "gf") },
+            volume("disk", "edb"),
+            volume("restored", "cb"),
+        ],
+        snapshots: vec![snapshot("monday", "b"), snapshot("tuesday", "db")],
+        pools: vec![Pool {
+            name: "main".into(),
+            directory: "/srv/a & b".into(),
+            total_bytes: 100 * GIB,
+            free_bytes: 60 * GIB,
+            allocated_bytes: 20 * GIB,
+            trouble: String::new(),
+        }],
+        layers,
+    }
+}
+
+fn layer(id: &str, parent: &str, volume: &str, snapshots: &[&str]) -> Layer {
+    let whole = |id: &str| if id.is_empty() { String::new() } else { id.repeat(32) };
+    Layer {
+        layer_id: whole(id),
+        pool: "main".into(),
+        path: format!("/srv/{id}"),
+        format: if parent.is_empty() { "raw" } else { "qcow2" }.into(),
+        capacity_bytes: GIB,
+        allocated_bytes: 3 * MIB,
+        parent_id: whole(parent),
+        volume_id: volume.into(),
+        snapshot_ids: snapshots.iter().map(|&id| id.into()).collect(),
+        ..Default::default()
+    }
+}
