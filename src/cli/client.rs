@@ -337,6 +337,7 @@ fn next(about: About, code: Code) -> &'static str {
         (Code::AlreadyExists, _) => "choose another name, or look at what there is: qsd-csi tree",
         (Code::FailedPrecondition, _) => "see what stands in the way: qsd-csi volume show",
         (Code::Aborted, _) => "wait a moment and try again",
+        (Code::Unimplemented, _) => "the driver is older than this program; start the driver anew",
         (Code::Unavailable, _) => "try again; the log of the driver says more",
         (Code::ResourceExhausted, _) => "free some space, or ask for less",
         (Code::Internal | Code::Unknown, _) => "the log of the driver says more",
