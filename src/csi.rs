@@ -6,6 +6,7 @@
 mod controller;
 mod identity;
 mod inspect;
+mod metadata;
 mod node;
 mod parse;
 mod status;
@@ -14,6 +15,7 @@ pub mod pb;
 pub use controller::Controller;
 pub use identity::Identity;
 pub use inspect::Inspect;
+pub use metadata::SnapshotMetadata;
 pub use node::NodeService;
 
 use crate::volume::{Claim, Claimed, InvalidName, Volume, VolumeId};

@@ -16,6 +16,7 @@
 //! Called by the gRPC edge (`csi`) and by `node`. Everything that changes a volume takes its
 //! `Claim`. The calls block on the file system; async callers run them on a blocking thread.
 
+mod changed;
 mod claim;
 mod create;
 mod delete;
@@ -32,6 +33,7 @@ mod state;
 mod throttle;
 mod work;
 
+pub use changed::{LayerError, Pair, Ranges, Wanted};
 pub use claim::{Busy, Claim, Claimed, InFlight};
 pub use create::{Creation, NewVolume};
 pub use freeze::Freeze;
@@ -150,6 +152,34 @@ pub enum Error {
         layer: LayerId,
         /// Which pool, and why.
         source: pool::Error,
+    },
+    /// Snapshots of two volumes were to be compared.
+    #[error(
+        "base_snapshot_id, target_snapshot_id: {pair} are of two volumes, {base_of} and {target_of}"
+    )]
+    OfTwoVolumes {
+        /// The snapshots.
+        pair: Pair,
+        /// The volume of the base.
+        base_of: VolumeId,
+        /// The volume of the target.
+        target_of: VolumeId,
+    },
+    /// The base is the later one.
+    #[error("base_snapshot_id, target_snapshot_id: of {0} the base is the later one; swap them")]
+    WrongOrder(Pair),
+    /// The target does not stand on the base.
+    #[error("no record of what changed between {0} was kept; make a full copy")]
+    Unrelated(Pair),
+    /// A layer cannot tell what it provides.
+    #[error("layer {layer}: {}", path.display())]
+    Unreadable {
+        /// The layer.
+        layer: LayerId,
+        /// Its file.
+        path: PathBuf,
+        /// Why not.
+        source: LayerError,
     },
     /// No pool has this name.
     #[error("parameters: pool is {0:?}, and this node has no pool of that name")]

@@ -7,7 +7,7 @@ use crate::{
         pb::{
             csi::{
                 controller_server::ControllerServer, identity_server::IdentityServer,
-                node_server::NodeServer,
+                node_server::NodeServer, snapshot_metadata_server::SnapshotMetadataServer,
             },
             inspect::inspect_server::InspectServer,
         },
@@ -147,6 +147,7 @@ async fn serve(
         .add_service(IdentityServer::new(Identity(edge.clone())))
         .add_service(ControllerServer::new(csi::Controller(edge.clone())))
         .add_service(NodeServer::new(csi::NodeService(edge.clone())))
+        .add_service(SnapshotMetadataServer::new(csi::SnapshotMetadata(edge.clone())))
         .add_service(InspectServer::new(csi::Inspect(edge.clone())));
     let connections = UnixListenerStream::new(listener);
     let served = services.serve_with_incoming_shutdown(connections, stop.clone().cancelled_owned());

@@ -231,7 +231,7 @@ impl controller_server::Controller for Controller {
         &self,
         request: Request<pb::DeleteSnapshotRequest>,
     ) -> Result<Response<pb::DeleteSnapshotResponse>, Status> {
-        if let Ok(id) = parse::snapshot_id(request.into_inner().snapshot_id)? {
+        if let Ok(id) = parse::snapshot_id("snapshot_id", request.into_inner().snapshot_id)? {
             let work = |claim: Arc<Claim<SnapshotId>>, node: Node| async move {
                 node.delete_snapshot(claim).await
             };
@@ -273,7 +273,7 @@ impl controller_server::Controller for Controller {
         &self,
         request: Request<pb::GetSnapshotRequest>,
     ) -> Result<Response<pb::GetSnapshotResponse>, Status> {
-        let id = parse::snapshot_id(request.into_inner().snapshot_id)??;
+        let id = parse::snapshot_id("snapshot_id", request.into_inner().snapshot_id)??;
         let snapshot = self.0.node.volumes().snapshot(&id)?;
         let snapshot = Some(snapshot_message(&snapshot));
         Ok(Response::new(pb::GetSnapshotResponse { snapshot }))

@@ -32,8 +32,11 @@ impl identity_server::Identity for Identity {
         let capability = |kind: service::Type| pb::PluginCapability {
             r#type: Some(Type::Service(Service { r#type: kind.into() })),
         };
-        let kinds =
-            [service::Type::ControllerService, service::Type::VolumeAccessibilityConstraints];
+        let kinds = [
+            service::Type::ControllerService,
+            service::Type::VolumeAccessibilityConstraints,
+            service::Type::SnapshotMetadataService,
+        ];
         let online = VolumeExpansion { r#type: volume_expansion::Type::Online.into() };
         let expansion = pb::PluginCapability { r#type: Some(Type::VolumeExpansion(online)) };
         let capabilities = kinds.map(capability).into_iter().chain([expansion]).collect();

@@ -50,7 +50,7 @@ impl inspect_server::Inspect for Inspect {
         let mut found = if snapshot_id.is_empty() {
             self.look(Teller::snapshots).await
         } else {
-            let id = parse::snapshot_id(snapshot_id)??;
+            let id = parse::snapshot_id("snapshot_id", snapshot_id)??;
             let of_it = id.clone();
             let found = self.look(move |teller| teller.snapshot(&of_it)).await;
             vec![found.ok_or(Error::NoSnapshot(id))?]

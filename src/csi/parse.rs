@@ -3,6 +3,7 @@
 use super::{TOPOLOGY, pb::csi as pb};
 use crate::{
     node::{HostError, HostPath},
+    units::Bytes,
     volume::{
         AccessMode, Content, InvalidName, NewSnapshot, NodeName, ParameterError, Parameters,
         RangeError, SizeRange, SnapshotId, VolumeId,
@@ -27,6 +28,8 @@ pub(super) enum Error {
     NotServed { field: &'static str, value: String, instead: &'static str },
     #[error("{field}: {value} is below 0")]
     Negative { field: &'static str, value: i32 },
+    #[error("starting_offset: {offset} is not within the snapshot, which has {} bytes", size.count())]
+    Offset { offset: i64, size: Bytes },
     #[error("starting_token: {0:?} is not one that this driver gave out; begin without a token")]
     Token(String),
     #[error(
@@ -63,9 +66,12 @@ pub(super) fn volume_id(id: String) -> Result<Result<VolumeId, InvalidName>, Err
 }
 
 /// The snapshot an id names. Empty is the caller's mistake; an id that is not ours is only unknown.
-pub(super) fn snapshot_id(id: String) -> Result<Result<SnapshotId, InvalidName>, Error> {
+pub(super) fn snapshot_id(
+    field: &'static str,
+    id: String,
+) -> Result<Result<SnapshotId, InvalidName>, Error> {
     if id.is_empty() {
-        return Err(Error::Empty("snapshot_id"));
+        return Err(Error::Empty(field));
     }
     Ok(SnapshotId::try_from(id))
 }
@@ -237,20 +243,31 @@ pub(super) fn is_here(topology: &pb::Topology, node: &NodeName) -> bool {
     topology.segments.iter().all(|(key, value)| key == TOPOLOGY && value == node.as_str())
 }
 
+/// How many entries are wanted at most, 0 being any number.
+pub(super) fn most(field: &'static str, value: i32) -> Result<usize, Error> {
+    let count = usize::try_from(value).map_err(|_| Error::Negative { field, value })?;
+    Ok(if count == 0 { usize::MAX } else { count })
+}
+
+/// Where in a snapshot to begin; at its end is fine, for who has all but the end of the stream.
+pub(super) fn offset(offset: i64, size: Bytes) -> Result<u64, Error> {
+    let inside = u64::try_from(offset).ok().filter(|offset| *offset <= size.count());
+    inside.ok_or(Error::Offset { offset, size })
+}
+
 /// Where a page begins and how many entries it may have.
 pub(super) fn page<Id: std::str::FromStr>(
     max_entries: i32,
     token: &str,
 ) -> Result<(Option<Id>, usize), Error> {
-    let count = usize::try_from(max_entries)
-        .map_err(|_| Error::Negative { field: "max_entries", value: max_entries })?;
+    let count = most("max_entries", max_entries)?;
     let after = if token.is_empty() {
         None
     } else {
         let id = token.strip_prefix(TOKEN).and_then(|id| id.parse().ok());
         Some(id.ok_or_else(|| Error::Token(token.to_owned()))?)
     };
-    Ok((after, if count == 0 { usize::MAX } else { count }))
+    Ok((after, count))
 }
 
 /// The token for the page after this volume or snapshot.

@@ -45,6 +45,7 @@ impl From<parse::Error> for Status {
     fn from(error: parse::Error) -> Self {
         let code = match &error {
             parse::Error::Token(_) => Code::Aborted,
+            parse::Error::Offset { .. } => Code::OutOfRange,
             parse::Error::Range(range) => range_code(range),
             parse::Error::Topology { .. } => Code::ResourceExhausted,
             parse::Error::Host(host) => host_code(host),
@@ -119,14 +120,19 @@ fn volume_code(error: &volume::Error) -> Code {
         volume::Error::Different { .. } | volume::Error::DifferentSnapshot { .. } => {
             Code::AlreadyExists
         }
-        volume::Error::Damaged { .. } | volume::Error::DamagedSnapshot { .. } => Code::Internal,
+        volume::Error::Damaged { .. }
+        | volume::Error::DamagedSnapshot { .. }
+        | volume::Error::Unreadable { .. } => Code::Internal,
         volume::Error::UnknownPool(_)
         | volume::Error::NotASource(_)
-        | volume::Error::SourceElsewhere { .. } => Code::InvalidArgument,
+        | volume::Error::SourceElsewhere { .. }
+        | volume::Error::OfTwoVolumes { .. }
+        | volume::Error::WrongOrder(_) => Code::InvalidArgument,
         volume::Error::PoolFull { .. } => Code::ResourceExhausted,
         volume::Error::TooLarge { .. }
         | volume::Error::SmallerThanSource { .. }
         | volume::Error::Shrinks { .. } => Code::OutOfRange,
+        volume::Error::Unrelated(_) => Code::FailedPrecondition,
         volume::Error::Pool { source, .. }
         | volume::Error::Snapshot { error: source, .. }
         | volume::Error::Layer { source, .. }

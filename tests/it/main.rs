@@ -20,6 +20,7 @@ mod lifecycle;
 mod listing;
 mod look;
 mod model;
+mod metadata;
 mod processes;
 mod qsd;
 mod relay;

@@ -2,7 +2,7 @@
 //! nobody else notices.
 
 mod backend;
-mod front;
+pub(crate) mod front;
 pub(crate) mod process;
 
 use crate::harness::is_alive;

@@ -61,6 +61,12 @@ const USED: u64 = 0x3000;
 const HEAD: u64 = 0x4000;
 const DATA: u64 = 0x1_0000;
 
+/// Requests of a disk.
+const IN: u32 = 0;
+const OUT: u32 = 1;
+pub(crate) const DISCARD: u32 = 11;
+pub(crate) const WRITE_ZEROES: u32 = 13;
+
 /// A connection that speaks as it likes.
 pub(crate) struct Front {
     pub(crate) socket: UnixStream,
@@ -268,18 +274,19 @@ impl Disk {
         u16::from_le_bytes(answer[4..6].try_into().unwrap())
     }
 
-    /// Puts a request on the ring: 512 bytes, in or out.
-    fn submit(&mut self, write: bool, sector: u64, data: &[u8]) {
-        let mut head = u32::from(write).to_le_bytes().to_vec();
+    /// Puts a request on the ring, with its data or room for it.
+    fn submit(&mut self, request: u32, sector: u64, data: &[u8]) {
+        let mut head = request.to_le_bytes().to_vec();
         head.extend([0; 4]);
         head.extend(sector.to_le_bytes());
         head.push(0xff); // the status
         self.memory.write_all_at(&head, HEAD).unwrap();
         self.memory.write_all_at(data, DATA).unwrap();
         let (next, writable) = (1_u16, 2_u16);
-        let data_flags = next | if write { 0 } else { writable };
+        let data_flags = next | if request == IN { writable } else { 0 };
+        let length = u32::try_from(data.len()).unwrap();
         for (index, (address, length, flags)) in
-            [(HEAD, 16_u32, next), (DATA, 512, data_flags), (HEAD + 16, 1, writable)]
+            [(HEAD, 16_u32, next), (DATA, length, data_flags), (HEAD + 16, 1, writable)]
                 .into_iter()
                 .enumerate()
         {
@@ -320,7 +327,7 @@ impl Disk {
     }
 
     pub(crate) fn begin_write(&mut self, sector: u64, fill: u8) {
-        self.submit(true, sector, &[fill; 512]);
+        self.submit(OUT, sector, &[fill; 512]);
     }
 
     pub(crate) fn write(&mut self, sector: u64, fill: u8) {
@@ -328,8 +335,21 @@ impl Disk {
         self.finish();
     }
 
+    /// Writes so many sectors.
+    pub(crate) fn fill(&mut self, sector: u64, sectors: u32, fill: u8) {
+        self.submit(OUT, sector, &vec![fill; usize::try_from(sectors).unwrap() * 512]);
+        self.finish();
+    }
+
+    /// Discards sectors, or has them zeroed.
+    pub(crate) fn clear(&mut self, request: u32, sector: u64, sectors: u32) {
+        let segment = [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &[0; 4]].concat();
+        self.submit(request, 0, &segment);
+        self.finish();
+    }
+
     pub(crate) fn read(&mut self, sector: u64) -> Vec<u8> {
-        self.submit(false, sector, &[0; 512]);
+        self.submit(IN, sector, &[0; 512]);
         self.finish();
         let mut data = vec![0; 512];
         self.memory.read_exact_at(&mut data, DATA).unwrap();
