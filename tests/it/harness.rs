@@ -4,7 +4,8 @@
 use qsd_csi::csi::pb::{
     csi::{
         self as pb, controller_client::ControllerClient, identity_client::IdentityClient,
-        node_client::NodeClient, volume_capability,
+        node_client::NodeClient, snapshot_metadata_client::SnapshotMetadataClient,
+        volume_capability,
     },
     inspect::{self, inspect_client::InspectClient, thing},
 };
@@ -211,6 +212,10 @@ impl Driver {
 
     pub(crate) fn node(&self) -> NodeClient<Channel> {
         NodeClient::new(self.channel.clone())
+    }
+
+    pub(crate) fn metadata(&self) -> SnapshotMetadataClient<Channel> {
+        SnapshotMetadataClient::new(self.channel.clone())
     }
 
     /// What the driver tells people of all volumes.

@@ -1,23 +1,21 @@
 //! `SnapshotMetadata` against a comparison of the snapshots byte for byte.
 
 use crate::{
-    harness::{Dice, Driver, GIB, LIMIT, names, of_snapshot, part, until},
+    copies::Source,
+    harness::{Dice, Driver, GIB, LIMIT, names, part, until},
     relay::front::{DISCARD, Disk, WRITE_ZEROES},
 };
 use qsd_csi::{
-    csi::pb::csi::{
-        BlockMetadata, BlockMetadataType, GetMetadataAllocatedRequest, GetMetadataDeltaRequest,
+    csi::pb::{
+        csi::{
+            BlockMetadata, BlockMetadataType, GetMetadataAllocatedRequest, GetMetadataDeltaRequest,
+        },
+        inspect::Layer,
     },
     extents::{Extents, raw_allocation},
 };
 use serde_json::{Value, json};
-use std::{
-    fs::{self, File},
-    ops::Range,
-    os::unix::fs::FileExt as _,
-    process::Command,
-    time::Instant,
-};
+use std::{fs::File, ops::Range, os::unix::fs::FileExt as _, process::Command, time::Instant};
 use tonic::{Code, Status};
 
 const BLOCK: u64 = 4096;
@@ -100,25 +98,28 @@ impl Story {
     /// Has qemu-io work on a volume that no one uses.
     async fn io(&self, commands: &[String]) {
         let volumes = self.driver.inspect().await;
-        let volume = volumes.iter().find(|one| one.volume_id == self.volume).unwrap();
-        let layers = volume.layers.iter().map(|layer| (layer.path.clone(), layer.format.clone()));
+        let volume = volumes.into_iter().find(|one| one.volume_id == self.volume).unwrap();
         let mut command = Command::new(part("bin/qemu-io"));
         command.args(["-t", "unsafe"]);
         for one in commands {
             command.args(["-c", one]);
         }
-        run(command.arg(graph(layers.collect())));
+        run(command.arg(graph(volume.layers)));
     }
 
     async fn take(&mut self, name: &str) {
-        let id = self.driver.snapshot(name, &self.volume).await.unwrap();
-        let (size, touched) = (self.size, std::mem::take(&mut self.touched));
-        let content = content(&self.driver, &id);
+        // As any caller does: again, if it was not possible.
+        until("the snapshot is taken", async || {
+            self.driver.snapshot(name, &self.volume).await.is_ok()
+        })
+        .await;
+        let (id, size, touched) = (name.to_owned(), self.size, std::mem::take(&mut self.touched));
+        let content = content(&self.driver, &id).await;
         self.snapshots.push(Chapter { id, size, content, touched });
     }
 
     async fn expand(&mut self, size: u64) {
-        self.driver.expand(&self.volume, size.try_into().unwrap()).await.unwrap();
+        self.driver.expand(&self.volume, size).await.unwrap();
         self.size = size;
     }
 
@@ -140,7 +141,7 @@ impl Story {
     async fn check(&self) {
         let nothing = tempfile::tempfile().unwrap();
         for (index, target) in self.snapshots.iter().enumerate() {
-            let content = content(&self.driver, &target.id);
+            let content = content(&self.driver, &target.id).await;
             let damage = difference(&content, &target.content, target.size);
             assert_eq!(damage, Extents::default(), "{}: its content", target.id);
             let told = allocated(&self.driver, &target.id).await.unwrap();
@@ -195,11 +196,12 @@ fn rounded(extents: &Extents, grain: u64) -> Extents {
 }
 
 /// What a snapshot holds: a sparse file that QEMU makes of its layers, which may be merged meanwhile.
-fn content(driver: &Driver, snapshot: &str) -> File {
+async fn content(driver: &Driver, snapshot: &str) -> File {
     let begin = Instant::now();
     loop {
+        let layers = driver.snapshots(snapshot, "").await.unwrap().remove(0).layers;
         let file = tempfile::NamedTempFile::new().unwrap();
-        let convert = ["convert", "-U", "-O", "raw", &graph(layers(driver, snapshot))];
+        let convert = ["convert", "-U", "-O", "raw", &graph(layers)];
         let convert = Command::new(part("bin/qemu-img")).args(convert).arg(file.path()).output();
         let convert = convert.unwrap();
         if convert.status.success() {
@@ -209,32 +211,12 @@ fn content(driver: &Driver, snapshot: &str) -> File {
     }
 }
 
-/// The layers of a snapshot, each with its format, the top one first.
-fn layers(driver: &Driver, snapshot: &str) -> Vec<(String, String)> {
-    let pool = driver.path("pool");
-    let record = |kind: &str, id: &str| -> Option<Value> {
-        let path = pool.join(format!("records/{kind}/{id}.json"));
-        Some(serde_json::from_str(&fs::read_to_string(path).ok()?).unwrap())
-    };
-    let mut layers = vec![];
-    let mut next = record("snapshots", snapshot).unwrap()["layer"].clone();
-    while let Some(id) = next.as_str() {
-        let Some(layer) = record("layers", id) else { break };
-        let format = layer["format"].as_str().unwrap();
-        let file = layer.get("file").map_or(id, |file| file.as_str().unwrap());
-        let path = pool.join(format!("layers/{file}.{format}"));
-        layers.push((path.display().to_string(), format.to_owned()));
-        next = layer["parent"].clone();
-    }
-    layers
-}
-
 /// A block graph for QEMU's tools, from its layers, the top one first.
-fn graph(layers: Vec<(String, String)>) -> String {
-    let stack = |below: Value, (path, format): (String, String)| {
-        let file = json!({ "driver": "file", "filename": path, "discard": "unmap" });
-        let mut node = json!({ "driver": format, "file": file, "discard": "unmap" });
-        if format == "qcow2" {
+fn graph(layers: Vec<Layer>) -> String {
+    let stack = |below: Value, layer: Layer| {
+        let file = json!({ "driver": "file", "filename": layer.path, "discard": "unmap" });
+        let mut node = json!({ "driver": layer.format, "file": file, "discard": "unmap" });
+        if layer.format == "qcow2" {
             node["backing"] = below;
         }
         node
@@ -405,7 +387,7 @@ async fn a_clone_tells_what_changed_since_it_was_made() {
     let mut story = Story::at_rest(4).await;
     story.go_on().await;
     story.take("s0").await;
-    story.driver.create_from("clone", of_snapshot("s0")).await.unwrap();
+    story.driver.create_from("clone", Source::Snapshot("s0".into())).await.unwrap();
     let source = std::mem::replace(&mut story.volume, "clone".to_owned());
     story.take("c0").await;
     story.go_on().await;
