@@ -3,7 +3,10 @@
 use super::{Endpoint, output::Output};
 use crate::{
     csi::pb::{
-        csi::{self as pb, controller_client::ControllerClient, node_client::NodeClient},
+        csi::{
+            self as pb, controller_client::ControllerClient, node_client::NodeClient,
+            snapshot_metadata_client::SnapshotMetadataClient,
+        },
         inspect::{self, inspect_client::InspectClient, thing::Thing},
     },
     units::Bytes,
@@ -67,6 +70,26 @@ pub(super) enum Source {
     Volume(String),
 }
 
+/// Ranges of a snapshot, in ascending order.
+#[derive(Debug, Default)]
+pub(super) struct Ranges {
+    /// Size of the snapshot.
+    pub(super) capacity: i64,
+    pub(super) blocks: Vec<pb::BlockMetadata>,
+}
+
+/// Of what the parts of an answer tell.
+impl FromIterator<(i64, Vec<pb::BlockMetadata>)> for Ranges {
+    fn from_iter<I: IntoIterator<Item = (i64, Vec<pb::BlockMetadata>)>>(parts: I) -> Self {
+        let mut all = Self::default();
+        for (capacity, blocks) in parts {
+            all.capacity = capacity;
+            all.blocks.extend(blocks);
+        }
+        all
+    }
+}
+
 /// All there is on a node.
 #[derive(Debug, Default)]
 pub(super) struct Things {
@@ -79,6 +102,7 @@ pub(super) struct Things {
 pub(super) struct Client {
     controller: ControllerClient<Channel>,
     node: NodeClient<Channel>,
+    metadata: SnapshotMetadataClient<Channel>,
     inspect: InspectClient<Channel>,
 }
 
@@ -96,6 +120,7 @@ impl Client {
         Ok(Self {
             controller: ControllerClient::new(channel.clone()),
             node: NodeClient::new(channel.clone()),
+            metadata: SnapshotMetadataClient::new(channel.clone()),
             inspect: InspectClient::new(channel),
         })
     }
@@ -201,6 +226,30 @@ impl Client {
         let response = self.inspect.list_snapshots(request).await;
         let answer = response.map_err(explain(About::Snapshot))?.into_inner();
         collect(answer).await.map_err(explain(About::Snapshot))
+    }
+
+    /// In which ranges a snapshot differs from an earlier one of the same volume.
+    pub(super) async fn changed(&mut self, base: String, target: String) -> anyhow::Result<Ranges> {
+        let request = pb::GetMetadataDeltaRequest {
+            base_snapshot_id: base,
+            target_snapshot_id: target,
+            ..Default::default()
+        };
+        let response = self.metadata.get_metadata_delta(request).await;
+        let answer = response.map_err(explain(About::Snapshot))?.into_inner();
+        let parts = collect(answer).await.map_err(explain(About::Snapshot))?;
+        let parts = parts.into_iter();
+        Ok(parts.map(|part| (part.volume_capacity_bytes, part.block_metadata)).collect())
+    }
+
+    /// Which ranges of a snapshot hold data.
+    pub(super) async fn held(&mut self, snapshot_id: String) -> anyhow::Result<Ranges> {
+        let request = pb::GetMetadataAllocatedRequest { snapshot_id, ..Default::default() };
+        let response = self.metadata.get_metadata_allocated(request).await;
+        let answer = response.map_err(explain(About::Snapshot))?.into_inner();
+        let parts = collect(answer).await.map_err(explain(About::Snapshot))?;
+        let parts = parts.into_iter();
+        Ok(parts.map(|part| (part.volume_capacity_bytes, part.block_metadata)).collect())
     }
 
     /// All there is.
@@ -322,7 +371,11 @@ async fn collect<T>(mut answer: Streaming<T>) -> Result<Vec<T>, Status> {
 /// Makes an error of what the driver said, with what to do next.
 fn explain(about: About) -> impl FnOnce(Status) -> anyhow::Error {
     move |status| {
-        let text = status.message();
+        // A method that a driver does not know has no message.
+        let text = match status.message() {
+            "" => status.code().description(),
+            text => text,
+        };
         match next(about, status.code()) {
             "" => anyhow!("{text}"),
             next => anyhow!("{text}\nnext: {next}"),

@@ -1,7 +1,7 @@
 //! `qsd-csi snapshot`: names for what volumes were at a moment, for people.
 
 use super::{
-    client::Driver,
+    client::{Driver, Ranges},
     json,
     output::{Output, layer, quoted, say, say_done, say_json, say_rows, size, spent, table},
 };
@@ -37,6 +37,18 @@ enum Command {
         /// Its id
         snapshot_id: String,
     },
+    /// Tell which bytes of a volume may have changed from one snapshot to another
+    Diff {
+        /// The earlier snapshot
+        base: String,
+        /// The later one
+        target: String,
+    },
+    /// Tell which bytes of a snapshot hold data; all others are zeroes
+    Data {
+        /// Its id
+        snapshot_id: String,
+    },
     /// Delete a snapshot; what was made from it stays
     Delete {
         /// Its id
@@ -53,6 +65,8 @@ pub(super) async fn run(args: Args) -> anyhow::Result<()> {
         }
         Command::List { volume } => list(output, client.snapshots(volume).await?),
         Command::Show { snapshot_id } => show(output, client.snapshot(snapshot_id).await?),
+        Command::Diff { base, target } => tell_ranges(output, &client.changed(base, target).await?),
+        Command::Data { snapshot_id } => tell_ranges(output, &client.held(snapshot_id).await?),
         Command::Delete { snapshot_id } => {
             // CSI calls a snapshot that is not there deleted; a person may have mistyped.
             client.snapshot(snapshot_id.clone()).await?;
@@ -125,4 +139,31 @@ fn show(output: Output, snapshot: inspect::Snapshot) -> anyhow::Result<()> {
     }
     rows.extend(snapshot.layers.iter().map(|one| ("layer", layer(one))));
     say_rows(&rows)
+}
+
+fn tell_ranges(output: Output, ranges: &Ranges) -> anyhow::Result<()> {
+    let Ranges { capacity, blocks } = ranges;
+    let sum: i64 = blocks.iter().map(|block| block.size_bytes).sum();
+    if output == Output::Json {
+        let range = |block: &pb::BlockMetadata| serde_json::json!({ "byte_offset": block.byte_offset, "size_bytes": block.size_bytes });
+        return say_json(&serde_json::json!({
+            "capacity_bytes": capacity,
+            "sum_bytes": sum,
+            "ranges": blocks.iter().map(range).collect::<Vec<_>>(),
+        }));
+    }
+    if !blocks.is_empty() {
+        // There may be a million of them: too many for a table that measures each.
+        let width = capacity.to_string().len().max("OFFSET".len());
+        let row = |block: &pb::BlockMetadata| {
+            format!("\n{:<width$}  {}", block.byte_offset, block.size_bytes)
+        };
+        let rows: String = blocks.iter().map(row).collect();
+        say(&format!("{:<width$}  BYTES{rows}", "OFFSET"))?;
+    }
+    let count = match blocks.len() {
+        1 => "1 range".to_owned(),
+        count => format!("{count} ranges"),
+    };
+    say(&format!("{count}, {} of {}", size(sum), size(*capacity)))
 }

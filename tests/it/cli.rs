@@ -2,6 +2,7 @@
 
 use crate::{
     harness::{Driver, qsd_csi, until},
+    relay::front::Disk,
     vm::Vm,
 };
 use serde_json::{Value, json};
@@ -181,6 +182,41 @@ async fn sizes_and_limits_are_changed_by_hand() {
         assert!(!ok && errors.contains(words), "{errors}");
     }
     assert!(did(&driver, &["volume", "show", "disk"]).await.contains("iops=500"));
+}
+
+#[tokio::test]
+async fn what_changed_between_snapshots_is_told_range_by_range() {
+    let driver = Driver::start().await;
+    filled(&driver, "disk").await;
+    for name in ["monday", "tuesday"] {
+        did(&driver, &["snapshot", "create", name, "--volume", "disk"]).await;
+    }
+    let data = did(&driver, &["snapshot", "data", "tuesday"]).await;
+    let lines: Vec<_> = data.lines().map(words).collect();
+    assert_eq!(lines[..2], [["OFFSET", "BYTES"], ["0", &DATA.to_string()]]);
+    assert_eq!(lines[2].join(" "), format!("1 range, {SHOWN} of 1Gi"));
+    let same = did(&driver, &["snapshot", "diff", "monday", "tuesday"]).await;
+    assert_eq!(same, "0 ranges, 0 of 1Gi\n");
+    let data = json(&driver, &["snapshot", "data", "monday"]).await;
+    let range = json!({ "byte_offset": 0, "size_bytes": DATA });
+    let told = json!({ "capacity_bytes": 1 << 30, "sum_bytes": DATA, "ranges": [range] });
+    assert_eq!(data, told);
+    for (pair, words) in [(["monday", "nothing"], "snapshot list"), (["tuesday", "monday"], "")] {
+        let (ok, _, errors) = run(&driver, &["snapshot", "diff", pair[0], pair[1]]).await;
+        assert!(!ok && errors.contains(words), "{errors}");
+    }
+    driver.stage("disk").await.unwrap();
+    driver.publish("disk").await.unwrap();
+    let mut disk = Disk::open(&driver.socket("disk"));
+    for sector in [8, 16, 1 << 20] {
+        disk.fill(sector, 8, 1);
+    }
+    did(&driver, &["snapshot", "create", "wednesday", "--volume", "disk"]).await;
+    let changed = did(&driver, &["snapshot", "diff", "tuesday", "wednesday"]).await;
+    let lines: Vec<_> = changed.lines().map(words).collect();
+    let offset = (512_u64 << 20).to_string();
+    assert_eq!(lines[1..3], [["4096", "8192"], [&offset, "4096"]], "{changed}");
+    assert_eq!(lines[3].join(" "), "2 ranges, 12Ki of 1Gi");
 }
 
 #[tokio::test]
