@@ -490,6 +490,15 @@ impl Error {
         matches!(self, Self::Daemon { source: qsd::Error::Outdated { .. }, .. })
     }
 
+    /// Whether a daemon did not answer.
+    fn is_of_deaf_daemon(&self) -> bool {
+        let source = match self {
+            Self::Daemon { source: qsd::Error::Monitor(source), .. } => source,
+            _ => return false,
+        };
+        matches!(source, qsd::MonitorError::Deadline { .. })
+    }
+
     fn run(path: &Path) -> impl FnOnce(io::Error) -> Self + use<> {
         let path = path.to_owned();
         move |source| Self::Run { path, source }

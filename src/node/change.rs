@@ -81,7 +81,8 @@ impl Node {
         grown
     }
 
-    async fn has_guest(&self, id: &VolumeId) -> bool {
+    /// Whether a VM is connected.
+    pub(super) async fn has_guest(&self, id: &VolumeId) -> bool {
         self.relayed().await.get(&id.run_key()).is_some_and(|one| one.front_end.is_some())
     }
 

@@ -207,7 +207,13 @@ impl Node {
     pub(super) async fn replace_doubtful(&self, claim: &Claim, daemon: &Daemon, why: &Error) {
         let id = claim.volume();
         warn!(volume = %id, pid = daemon.pid(), error = %Chain(why), "replacing a daemon");
-        if let Err(error) = self.replace(claim, daemon).await {
+        let replaced = async {
+            if why.is_of_deaf_daemon() {
+                self.supervisor.kill(daemon.key()).await?; // it would not hear that it is to end
+            }
+            self.replace(claim, daemon).await
+        };
+        if let Err(error) = replaced.await {
             error!(volume = %id, error = %Chain(&error), "replacing a daemon");
         }
     }

@@ -120,9 +120,13 @@ impl Node {
         if matches!(work.way(), Way::Commit { .. }) && active == Some(work.upper().id) {
             return self.commit_active(id, &daemon, work).await;
         }
-        let failed = |error: qsd::MonitorError| Error::daemon(id)(error.into());
-        if self.run_job(&daemon, &work).await.map_err(failed)? == Ended::Interrupted {
-            return Ok(Ended::Interrupted);
+        match self.follow_job(&daemon, &work, Some(id), Follow::UntilDone).await {
+            Ok(Ended::Moved) => {}
+            Ok(Ended::Interrupted) => return Ok(Ended::Interrupted),
+            Err(error) => {
+                drop(work);
+                return Err(self.give_up(id, &daemon, error).await);
+            }
         }
         crash::point("work-moved");
         self.finish_work(&work)?;
@@ -147,13 +151,16 @@ impl Node {
         work: Work,
     ) -> Result<Ended, Error> {
         let failed = |error: qsd::MonitorError| Error::daemon(id)(error.into());
-        if self.follow_job(daemon, &work, Follow::UntilReady).await.map_err(failed)?
-            == Ended::Interrupted
-        {
-            return Ok(Ended::Interrupted);
+        match self.follow_job(daemon, &work, Some(id), Follow::UntilReady).await {
+            Ok(Ended::Moved) => {}
+            Ok(Ended::Interrupted) => return Ok(Ended::Interrupted),
+            Err(error) => {
+                drop(work);
+                return Err(self.give_up(id, daemon, error).await);
+            }
         }
         let Some(claim) = self.claim_for(id, &work).await else {
-            daemon.cancel_job().await.map_err(failed)?;
+            self.apart(id, daemon, daemon.cancel_job()).await.map_err(failed)?;
             daemon.dismiss_job().await.map_err(failed)?;
             return Ok(Ended::Interrupted);
         };
@@ -166,7 +173,11 @@ impl Node {
             daemon.dismiss_job().await.map_err(failed)?;
             return Err(relayed(source));
         }
-        let settled = daemon.end_ready_job().await.map_err(failed);
+        let settled = async {
+            daemon.remove_export(daemon.durability()).await?; // whatever happens, it is not needed
+            daemon.end_ready_job().await
+        };
+        let settled = settled.await.map_err(failed);
         let stopped = daemon.stop(&self.supervisor).await;
         crash::point("commit-stopped");
         // Requests wait for a daemon from here on, held back or not.
@@ -184,6 +195,44 @@ impl Node {
         self.restart(&claim).await?;
         info!(volume = %id, stopped = ?begin.elapsed(), "the active layer was committed");
         outcome
+    }
+
+    /// Replaces a daemon with which work did not succeed: what it has open is not known for sure.
+    async fn give_up(&self, id: &VolumeId, daemon: &Daemon, error: qsd::MonitorError) -> Error {
+        let error = Error::daemon(id)(error.into());
+        if let Ok(claim) = self.claims.claim_briefly(id) {
+            self.replace_doubtful(&claim, daemon, &error).await;
+        }
+        error
+    }
+
+    /// Changes the graph of a daemon while nobody is connected to its export, if it is of a version
+    /// that may abort otherwise. The relay holds the VM back meanwhile, and connects again.
+    async fn apart<T>(
+        &self,
+        id: &VolumeId,
+        daemon: &Daemon,
+        change: impl Future<Output = Result<T, qsd::MonitorError>>,
+    ) -> Result<T, qsd::MonitorError> {
+        let key = id.run_key();
+        if !daemon.aborts_over_jobs() || !self.has_guest(id).await {
+            return change.await;
+        }
+        // Where the relay cannot hold it back, the daemon may have to be replaced.
+        if self.relay.pause(&key, HELD).await.is_err() {
+            return change.await;
+        }
+        let changed = async {
+            daemon.remove_export(daemon.durability()).await?;
+            let changed = change.await;
+            daemon.add_export(daemon.socket(), daemon.durability()).await?;
+            changed
+        };
+        let changed = changed.await;
+        if let Err(error) = self.relay.resume(&key).await {
+            warn!(volume = %id, error = %Chain(&error), "letting requests flow again");
+        }
+        changed
     }
 
     /// The claim of a volume, unless somebody needs its layers first.
@@ -237,7 +286,8 @@ impl Node {
             let started =
                 qsd::start_workshop(&key, &program, &place, layers, &self.supervisor).await;
             let daemon = started.map_err(failed)?;
-            let ended = self.run_job(&daemon, &work).await.map_err(|error| failed(error.into()))?;
+            let ended = self.follow_job(&daemon, &work, None, Follow::UntilDone).await;
+            let ended = ended.map_err(|error| failed(error.into()))?;
             daemon.stop(&self.supervisor).await?;
             Ok(ended)
         };
@@ -258,39 +308,42 @@ impl Node {
         Ok(tokio::task::block_in_place(|| self.volumes.finish_work(work))?)
     }
 
-    async fn run_job(&self, daemon: &Daemon, work: &Work) -> Result<Ended, qsd::MonitorError> {
-        self.follow_job(daemon, work, Follow::UntilDone).await
-    }
-
+    /// Begins a job and follows it. `of`: the volume whose daemon it is; none has the layers open
+    /// otherwise.
     async fn follow_job(
         &self,
         daemon: &Daemon,
         work: &Work,
+        of: Option<&VolumeId>,
         follow: Follow,
     ) -> Result<Ended, qsd::MonitorError> {
         if work.is_interrupted() {
             return Ok(Ended::Interrupted);
         }
         daemon.end_jobs().await?; // what is left of one that failed
-        daemon.start_job(work.upper(), work.way()).await?;
+        self.change_graph(of, daemon, daemon.start_job(work.upper(), work.way())).await?;
         crash::point("work-begun");
         let [mut pause, longest] = LOOKS;
         loop {
             let state = tokio::select! {
                 () = sleep(pause) => daemon.job().await?,
-                () = work.interrupted() => daemon.cancel_job().await?,
-                () = self.stop.cancelled() => daemon.cancel_job().await?,
+                () = self.called_off(work) => {
+                    self.change_graph(of, daemon, daemon.cancel_job()).await?
+                }
             };
             pause = (pause * 2).min(longest);
+            let state = match state {
+                JobState::Pending => {
+                    self.change_graph(of, daemon, self.finalize(daemon, work)).await?
+                }
+                other => other,
+            };
             match state {
                 JobState::Running { done, total } => work.progress().set(done, total),
                 JobState::Ready if follow == Follow::UntilReady => return Ok(Ended::Moved),
                 JobState::Ready => daemon.complete_job().await?,
-                JobState::Done => {
-                    let Left { changed, below, .. } = Left::by(work);
-                    daemon.reopen(&changed, below.as_ref(), Access::Write).await?;
-                    return Ok(Ended::Moved);
-                }
+                JobState::Done => return Ok(Ended::Moved),
+                JobState::Pending => {}
                 JobState::Failed(reason) => {
                     daemon.dismiss_job().await?;
                     if work.is_interrupted() || self.stop.is_cancelled() {
@@ -299,6 +352,35 @@ impl Node {
                     return Err(qsd::MonitorError::Refused { command: "job", desc: reason });
                 }
             }
+        }
+    }
+
+    /// Has a job that has moved all change the graph, and what it moved made durable.
+    async fn finalize(&self, daemon: &Daemon, work: &Work) -> Result<JobState, qsd::MonitorError> {
+        let state = daemon.finalize_job().await?;
+        if state == JobState::Done {
+            let Left { changed, below, .. } = Left::by(work);
+            daemon.reopen(&changed, below.as_ref(), Access::Write).await?;
+        }
+        Ok(state)
+    }
+
+    async fn called_off(&self, work: &Work) {
+        tokio::select! {
+            () = work.interrupted() => {}
+            () = self.stop.cancelled() => {}
+        }
+    }
+
+    async fn change_graph<T>(
+        &self,
+        of: Option<&VolumeId>,
+        daemon: &Daemon,
+        change: impl Future<Output = Result<T, qsd::MonitorError>>,
+    ) -> Result<T, qsd::MonitorError> {
+        match of {
+            Some(id) => self.apart(id, daemon, change).await,
+            None => change.await,
         }
     }
 }

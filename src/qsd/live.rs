@@ -49,6 +49,8 @@ pub enum JobState {
     },
     /// All was moved; it follows writes until it is told to end.
     Ready,
+    /// All was moved; the graph changes when it is told to.
+    Pending,
     /// All is where it should be, and flushed.
     Done,
     /// It ended before that.
@@ -140,6 +142,7 @@ impl Daemon {
                     "job-id": JOB,
                     "device": upper.file.node_name(),
                     "speed": bytes_per_second.count(),
+                    "auto-finalize": false,
                     "auto-dismiss": false,
                 });
                 if let Some(base) = base {
@@ -155,6 +158,7 @@ impl Daemon {
                     "device": TOP,
                     "top-node": upper.file.node_name(),
                     "base-node": into.file.node_name(),
+                    "auto-finalize": false,
                     "auto-dismiss": false,
                 }),
             ),
@@ -170,6 +174,9 @@ impl Daemon {
         };
         if job["status"] == "ready" {
             return Ok(JobState::Ready);
+        }
+        if job["status"] == "pending" {
+            return Ok(JobState::Pending);
         }
         if job["status"] != "concluded" {
             let count = |key: &str| job[key].as_u64().unwrap_or_default();
@@ -192,7 +199,12 @@ impl Daemon {
     /// their places (facts/qsd.md section 10: consistent, without pivot).
     pub async fn end_ready_job(&self) -> Result<JobState, Error> {
         self.execute(Command::new("block-job-cancel", json!({ "device": JOB }))).await?;
-        self.end_of_job("block-job-cancel").await
+        self.end_of_job("job-finalize").await
+    }
+
+    /// Has a job that has moved all change the graph.
+    pub async fn finalize_job(&self) -> Result<JobState, Error> {
+        self.end_of_job("job-finalize").await
     }
 
     /// Has the job end early; it may have been done.
@@ -202,11 +214,15 @@ impl Daemon {
         self.end_of_job("job-cancel").await
     }
 
+    /// Waits for the end; a job that could change the graph is told `command`.
     async fn end_of_job(&self, command: &'static str) -> Result<JobState, Error> {
         let deadline = Instant::now() + CANCELLATION;
         loop {
             match self.job().await? {
                 ended @ (JobState::Done | JobState::Failed(_)) => return Ok(ended),
+                JobState::Pending => {
+                    self.execute(Command::new(command, json!({ "id": JOB }))).await?;
+                }
                 JobState::Running { .. } | JobState::Ready if Instant::now() < deadline => {
                     sleep(LOOK).await;
                 }
@@ -230,7 +246,10 @@ impl Daemon {
         }
         match self.cancel_job().await? {
             JobState::Done => Ok(Jobs::ChangedGraph),
-            JobState::Failed(_) | JobState::Running { .. } | JobState::Ready => {
+            JobState::Failed(_)
+            | JobState::Running { .. }
+            | JobState::Ready
+            | JobState::Pending => {
                 self.dismiss_job().await?;
                 Ok(Jobs::LeftGraph)
             }
