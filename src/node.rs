@@ -492,10 +492,7 @@ impl Error {
 
     /// Whether a daemon did not answer.
     fn is_of_deaf_daemon(&self) -> bool {
-        let source = match self {
-            Self::Daemon { source: qsd::Error::Monitor(source), .. } => source,
-            _ => return false,
-        };
+        let Self::Daemon { source: qsd::Error::Monitor(source), .. } = self else { return false };
         matches!(source, qsd::MonitorError::Deadline { .. })
     }
 
