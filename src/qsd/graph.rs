@@ -10,8 +10,13 @@
 //!
 //! Pure: from the layers alone, bottom-up, every node named, nothing probed and no header asked.
 //! Rebuilding a graph after a crash is building it. The settings rest on facts/qsd.md: what is
-//! acknowledged when (D1, D2), one fixed iothread (D4), direct I/O with `io_uring` (section 14), the
-//! export above a throttle that never changes (section 4).
+//! acknowledged when (D1, D2), direct I/O with `io_uring` (section 14), the export above a throttle
+//! that never changes (section 4).
+//!
+//! There is no iothread. With one, each drain under load (a snapshot, the begin and the end of a
+//! job, a new size) may hang the daemon for ever: the thread that waits for the last request is not
+//! told of its end. Without, it ends the request itself. A daemon has one volume, so its main loop
+//! has little else to do.
 
 use super::Command;
 use crate::volume::{Format, Layer, Throttle};
@@ -29,9 +34,6 @@ const COPY_ON_READ: &str = "cor";
 
 /// What the name of every layer's node begins with.
 const LAYER: char = 'L';
-
-/// The iothread of all exports of the graph.
-const IOTHREAD: &str = "io0";
 
 /// The throttle group that `TOP` obeys.
 const THROTTLE: &str = "tg";
@@ -107,8 +109,7 @@ pub enum Access {
 
 /// The commands that build the graph and export it.
 pub(super) fn commands(plan: Plan<'_>) -> Vec<Command> {
-    let mut commands = vec![object(json!({ "qom-type": "iothread", "id": IOTHREAD }))];
-    commands.extend(stack(plan.layers, plan.reads, plan.throttle, plan.sharing));
+    let mut commands = stack(plan.layers, plan.reads, plan.throttle, plan.sharing);
     commands.push(Command::new("block-export-add", export(plan.socket, plan.durability)));
     commands
 }
@@ -182,7 +183,6 @@ pub(super) fn add_overlay(overlay: &Layer) -> Command {
 pub(super) fn trial(requests_per_second: u32, socket: &Path) -> Vec<Command> {
     let limits = json!({ "iops-total": requests_per_second });
     vec![
-        object(json!({ "qom-type": "iothread", "id": IOTHREAD })),
         object(json!({ "qom-type": "throttle-group", "id": THROTTLE, "limits": limits })),
         node(json!({
             "driver": "throttle",
@@ -277,8 +277,6 @@ pub(super) fn export(socket: &Path, durability: Durability) -> Value {
         "node-name": TOP,
         "writable": true,
         "writethrough": durability == Durability::EachWrite,
-        "iothread": IOTHREAD,
-        "fixed-iothread": true,
         "num-queues": QUEUES,
         "addr": { "type": "unix", "path": socket },
     })
@@ -352,7 +350,7 @@ mod test {
     }
 
     #[test]
-    fn every_export_is_on_one_fixed_iothread_and_as_durable_as_asked_for() {
+    fn every_export_is_in_the_main_loop_and_as_durable_as_asked_for() {
         for (durability, writethrough) in
             [(Durability::EachWrite, true), (Durability::OnFlush, false)]
         {
@@ -360,8 +358,7 @@ mod test {
             let export = commands.iter().find(|command| command.name == "block-export-add");
             let export = export.unwrap();
             assert_eq!(export.arguments["writethrough"], writethrough);
-            assert_eq!(export.arguments["fixed-iothread"], true);
-            assert_eq!(export.arguments["iothread"], IOTHREAD);
+            assert_eq!(export.arguments.get("iothread"), None);
             assert_eq!(export.arguments["node-name"], TOP);
         }
     }
