@@ -19,6 +19,7 @@ impl Node {
         range: SizeRange,
     ) -> Result<(Volume, Outcome), Error> {
         let id = claim.volume();
+        self.interrupt(id).await; // the end of a merge replaces the record of the layer, too
         let (volumes, of) = (self.volumes.clone(), claim.clone());
         let intended = blocking(move || volumes.intend_expansion(&of, range)).await?;
         let Some(size) = intended else {
@@ -27,14 +28,24 @@ impl Node {
         Ok((self.carry_out_expansion(claim, size).await?, Outcome::Done))
     }
 
-    /// Drives on the expansions that broke off.
+    /// Drives on the expansions that broke off. Who claims such a volume first does so himself, or
+    /// changes nothing of its layers.
     pub(super) async fn resume_expansions(self) {
-        for (id, size) in self.volumes.broken_off_expansions() {
+        for id in self.volumes.broken_off_expansions() {
             let Ok(claim) = self.claims.claim_briefly(&id) else { continue };
-            if let Err(error) = self.carry_out_expansion(Arc::new(claim), size).await {
+            if let Err(error) = self.resume_expansion(&Arc::new(claim)).await {
                 warn!(volume = %id, error = %Chain(&error), "an expansion that broke off");
             }
         }
+    }
+
+    /// Drives on an expansion that broke off, if there is one: what is frozen has the size that is
+    /// recorded of it.
+    pub(super) async fn resume_expansion(&self, claim: &Arc<Claim>) -> Result<(), Error> {
+        if let Some(size) = self.volumes.find(claim.volume())?.grows_to() {
+            self.carry_out_expansion(claim.clone(), size).await?;
+        }
+        Ok(())
     }
 
     /// Gives a volume the size that was decided on.

@@ -56,9 +56,12 @@ impl Node {
         Ok((made?, outcome))
     }
 
-    async fn claim_source(&self, source: &VolumeId) -> Result<Claim, Error> {
+    /// Claims a volume whose active layer is to be frozen.
+    async fn claim_source(&self, source: &VolumeId) -> Result<Arc<Claim>, Error> {
         self.volumes.find(source)?;
-        Ok(self.claim(source).await?)
+        let claim = Arc::new(self.claim(source).await?);
+        self.resume_expansion(&claim).await?;
+        Ok(claim)
     }
 
     /// Takes a snapshot, or finds the one that an earlier call with the same wishes took.
@@ -71,7 +74,7 @@ impl Node {
         if let Some(snapshot) = self.volumes.existing_snapshot(claim.snapshot(), &new)? {
             return Ok((snapshot, Outcome::AlreadySo));
         }
-        let source = Arc::new(self.claim_source(&new.source).await?);
+        let source = self.claim_source(&new.source).await?;
         let (volumes, by, of) = (self.volumes.clone(), claim.clone(), source.clone());
         let begun = blocking(move || volumes.begin_snapshot(&by, &of, new)).await?;
         let outcome = begun.outcome();

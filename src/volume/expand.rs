@@ -52,15 +52,11 @@ impl Volumes {
         Ok(())
     }
 
-    /// The volumes whose expansion broke off, and what they are to grow to. Whether a daemon has the
-    /// image open, the node knows.
-    pub fn broken_off_expansions(&self) -> Vec<(VolumeId, Bytes)> {
+    /// The volumes whose expansion broke off. Whether a daemon has the image open, the node knows.
+    pub fn broken_off_expansions(&self) -> Vec<VolumeId> {
         let all = self.list(None, usize::MAX);
         let grows = |(id, entry)| match entry {
-            Entry::Volume(volume) => {
-                let size = volume.layers[0].size;
-                (size > volume.size()).then_some((id, size))
-            }
+            Entry::Volume(volume) => volume.grows_to().map(|_| id),
             Entry::Damaged { .. } => None,
         };
         all.into_iter().filter_map(grows).collect()
@@ -106,6 +102,12 @@ impl Volumes {
 }
 
 impl Volume {
+    /// What it is being expanded to, if it is.
+    pub fn grows_to(&self) -> Option<Bytes> {
+        let size = self.layers[0].size;
+        (size > self.size()).then_some(size)
+    }
+
     /// Gives the image of a layer the size that is recorded of it.
     pub(super) fn pool_grows(&self, layer: &Layer) -> Result<(), pool::Error> {
         grow(layer).map_err(|source| pool::Error::Io {
