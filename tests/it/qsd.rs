@@ -157,14 +157,13 @@ impl Qsd {
         let Plan { image, exports, writethrough, limits, .. } = &self.plan;
         let throttle = json!({ "qom-type": "throttle-group", "id": "tg", "limits": limits });
         let mut graph = vec![
-            ("--object", json!({ "qom-type": "iothread", "id": "io0" })),
             ("--object", throttle),
             ("--blockdev", layer_node("L0", "raw", &self.layer("base.raw"))),
         ];
         let mut top = "L0";
         if *image == Image::Overlay {
-            graph[2].1["read-only"] = true.into();
-            graph[2].1["file"]["read-only"] = true.into();
+            graph[1].1["read-only"] = true.into();
+            graph[1].1["file"]["read-only"] = true.into();
             let mut overlay = layer_node("L1", "qcow2", &self.layer("top.qcow2"));
             overlay["backing"] = "L0".into();
             graph.push(("--blockdev", overlay));
@@ -180,8 +179,8 @@ impl Qsd {
         graph.extend((0..*exports).map(|export| {
             let export = json!({
                 "type": "vhost-user-blk", "id": format!("vu{export}"), "node-name": "top",
-                "writable": true, "writethrough": writethrough, "iothread": "io0",
-                "fixed-iothread": true, "num-queues": qsd_csi::qsd::QUEUES,
+                "writable": true, "writethrough": writethrough,
+                "num-queues": qsd_csi::qsd::QUEUES,
                 "addr": { "type": "unix", "path": self.socket(export) },
             });
             ("--export", export)

@@ -31,7 +31,6 @@ impl Daemon {
         let socket = scratch.path().join("vhost.sock");
         let limits = format!(r#""limits": {{"iops-total": {REQUESTS_PER_SECOND}}}"#);
         let process = Command::new(program())
-            .args(["--object", r#"{"qom-type": "iothread", "id": "io0"}"#])
             .arg("--object")
             .arg(format!(r#"{{"qom-type": "throttle-group", "id": "tg", {limits}}}"#))
             .arg("--blockdev")
@@ -42,7 +41,7 @@ impl Daemon {
             .arg("--export")
             .arg(format!(
                 r#"{{"type": "vhost-user-blk", "id": "vu", "node-name": "top", "writable": true,
-                    "iothread": "io0", "fixed-iothread": true, "num-queues": 64,
+                    "num-queues": 64,
                     "addr": {{"type": "unix", "path": "{}"}}}}"#,
                 socket.display()
             ))

@@ -147,12 +147,12 @@ impl Relay {
         let socket = self.backend(key);
         _ = fs::remove_file(&socket);
         let daemon = Command::new(part("bin/qemu-storage-daemon"))
-            .args(["--object", "iothread,id=io0", "--blockdev"])
+            .arg("--blockdev")
             .arg(format!("driver=file,node-name=top,locking=off,filename={}", image.display()))
             .arg("--export")
             .arg(format!(
-                "type=vhost-user-blk,id=vu,node-name=top,writable=on,iothread=io0,\
-                 fixed-iothread=on,num-queues=64,addr.type=unix,addr.path={}",
+                "type=vhost-user-blk,id=vu,node-name=top,writable=on,num-queues=64,\
+                 addr.type=unix,addr.path={}",
                 socket.display()
             ))
             .spawn()
