@@ -10,8 +10,8 @@ use std::path::Path;
 pub(crate) struct Settings {
     pub(crate) queues: u16,
     pub(crate) aio: &'static str,
-    /// How long the iothread polls, in nanoseconds; 32768 where nothing is said.
-    pub(crate) poll: Option<u64>,
+    /// Whether requests have a thread of their own, and how long it polls, in nanoseconds.
+    pub(crate) iothread: Option<u64>,
     pub(crate) throttle: Throttle,
     pub(crate) cache: Cache,
 }
@@ -34,7 +34,7 @@ pub(crate) enum Cache {
 impl Settings {
     /// As the driver does it.
     pub(crate) fn of_driver(cache: Cache) -> Self {
-        Self { queues: 64, aio: "io_uring", poll: None, throttle: Throttle::Present, cache }
+        Self { queues: 64, aio: "io_uring", iothread: None, throttle: Throttle::Present, cache }
     }
 
     /// Has a daemon export `image` at `socket`. It takes no lock: others share the file.
@@ -51,10 +51,6 @@ impl Settings {
     }
 
     fn commands(self, image: &Path, socket: &Path) -> Vec<(&'static str, Value)> {
-        let mut iothread = json!({ "qom-type": "iothread", "id": "io0" });
-        if let Some(poll) = self.poll {
-            iothread["poll-max-ns"] = poll.into();
-        }
         let file = json!({
             "driver": "file", "filename": image, "aio": self.aio, "discard": "unmap",
             "cache": { "direct": true }, "locking": "off",
@@ -63,7 +59,11 @@ impl Settings {
             "driver": "raw", "node-name": "L0", "discard": "unmap", "cache": { "direct": true },
             "file": file,
         });
-        let mut commands = vec![("object-add", iothread), ("blockdev-add", layer)];
+        let mut commands = vec![("blockdev-add", layer)];
+        if let Some(poll) = self.iothread {
+            let iothread = json!({ "qom-type": "iothread", "id": "io0", "poll-max-ns": poll });
+            commands.push(("object-add", iothread));
+        }
         let mut top = "L0";
         if self.throttle == Throttle::Present {
             top = "top";
@@ -75,12 +75,15 @@ impl Settings {
             });
             commands.push(("blockdev-add", filter));
         }
-        let export = json!({
+        let mut export = json!({
             "type": "vhost-user-blk", "id": "vu", "node-name": top, "writable": true,
-            "writethrough": self.cache == Cache::Writethrough, "iothread": "io0",
-            "fixed-iothread": true, "num-queues": self.queues,
+            "writethrough": self.cache == Cache::Writethrough, "num-queues": self.queues,
             "addr": { "type": "unix", "path": socket },
         });
+        if self.iothread.is_some() {
+            export["iothread"] = "io0".into();
+            export["fixed-iothread"] = true.into();
+        }
         commands.push(("block-export-add", export));
         commands
     }

@@ -33,8 +33,8 @@ fn variants() -> [Variant; 8] {
         variant("num-queues 16", Settings { queues: 16, ..driver }),
         variant("aio native", Settings { aio: "native", ..driver }),
         variant("aio threads", Settings { aio: "threads", ..driver }),
-        variant("poll-max-ns 0", Settings { poll: Some(0), ..driver }),
-        variant("poll-max-ns 1000000", Settings { poll: Some(1_000_000), ..driver }),
+        variant("iothread", Settings { iothread: Some(32_768), ..driver }),
+        variant("iothread that sleeps", Settings { iothread: Some(0), ..driver }),
         variant("no throttle filter", Settings { throttle: Throttle::Absent, ..driver }),
     ]
 }

@@ -92,8 +92,7 @@ impl Node {
         grown
     }
 
-    /// Whether a VM is connected.
-    pub(super) async fn has_guest(&self, id: &VolumeId) -> bool {
+    async fn has_guest(&self, id: &VolumeId) -> bool {
         self.relayed().await.get(&id.run_key()).is_some_and(|one| one.front_end.is_some())
     }
 

@@ -120,7 +120,7 @@ impl Node {
         if matches!(work.way(), Way::Commit { .. }) && active == Some(work.upper().id) {
             return self.commit_active(id, &daemon, work).await;
         }
-        match self.follow_job(&daemon, &work, Some(id), Follow::UntilDone).await {
+        match self.follow_job(&daemon, &work, Follow::UntilDone).await {
             Ok(Ended::Moved) => {}
             Ok(Ended::Interrupted) => return Ok(Ended::Interrupted),
             Err(error) => {
@@ -151,7 +151,7 @@ impl Node {
         work: Work,
     ) -> Result<Ended, Error> {
         let failed = |error: qsd::MonitorError| Error::daemon(id)(error.into());
-        match self.follow_job(daemon, &work, Some(id), Follow::UntilReady).await {
+        match self.follow_job(daemon, &work, Follow::UntilReady).await {
             Ok(Ended::Moved) => {}
             Ok(Ended::Interrupted) => return Ok(Ended::Interrupted),
             Err(error) => {
@@ -160,7 +160,7 @@ impl Node {
             }
         }
         let Some(claim) = self.claim_for(id, &work).await else {
-            self.apart(id, daemon, daemon.cancel_job()).await.map_err(failed)?;
+            daemon.cancel_job().await.map_err(failed)?;
             daemon.dismiss_job().await.map_err(failed)?;
             return Ok(Ended::Interrupted);
         };
@@ -173,11 +173,7 @@ impl Node {
             daemon.dismiss_job().await.map_err(failed)?;
             return Err(relayed(source));
         }
-        let settled = async {
-            daemon.remove_export(daemon.durability()).await?; // whatever happens, it is not needed
-            daemon.end_ready_job().await
-        };
-        let settled = settled.await.map_err(failed);
+        let settled = daemon.end_ready_job().await.map_err(failed);
         let stopped = daemon.stop(&self.supervisor).await;
         crash::point("commit-stopped");
         // Requests wait for a daemon from here on, held back or not.
@@ -204,35 +200,6 @@ impl Node {
             self.replace_doubtful(&claim, daemon, &error).await;
         }
         error
-    }
-
-    /// Changes the graph of a daemon while nobody is connected to its export, if it is of a version
-    /// that may abort otherwise. The relay holds the VM back meanwhile, and connects again.
-    async fn apart<T>(
-        &self,
-        id: &VolumeId,
-        daemon: &Daemon,
-        change: impl Future<Output = Result<T, qsd::MonitorError>>,
-    ) -> Result<T, qsd::MonitorError> {
-        let key = id.run_key();
-        if !daemon.aborts_over_jobs() || !self.has_guest(id).await {
-            return change.await;
-        }
-        // Where the relay cannot hold it back, the daemon may have to be replaced.
-        if self.relay.pause(&key, HELD).await.is_err() {
-            return change.await;
-        }
-        let changed = async {
-            daemon.remove_export(daemon.durability()).await?;
-            let changed = change.await;
-            daemon.add_export(daemon.socket(), daemon.durability()).await?;
-            changed
-        };
-        let changed = changed.await;
-        if let Err(error) = self.relay.resume(&key).await {
-            warn!(volume = %id, error = %Chain(&error), "letting requests flow again");
-        }
-        changed
     }
 
     /// The claim of a volume, unless somebody needs its layers first.
@@ -286,7 +253,7 @@ impl Node {
             let started =
                 qsd::start_workshop(&key, &program, &place, layers, &self.supervisor).await;
             let daemon = started.map_err(failed)?;
-            let ended = self.follow_job(&daemon, &work, None, Follow::UntilDone).await;
+            let ended = self.follow_job(&daemon, &work, Follow::UntilDone).await;
             let ended = ended.map_err(|error| failed(error.into()))?;
             daemon.stop(&self.supervisor).await?;
             Ok(ended)
@@ -308,34 +275,28 @@ impl Node {
         Ok(tokio::task::block_in_place(|| self.volumes.finish_work(work))?)
     }
 
-    /// Begins a job and follows it. `of`: the volume whose daemon it is; none has the layers open
-    /// otherwise.
+    /// Begins a job and follows it.
     async fn follow_job(
         &self,
         daemon: &Daemon,
         work: &Work,
-        of: Option<&VolumeId>,
         follow: Follow,
     ) -> Result<Ended, qsd::MonitorError> {
         if work.is_interrupted() {
             return Ok(Ended::Interrupted);
         }
         daemon.end_jobs().await?; // what is left of one that failed
-        self.change_graph(of, daemon, daemon.start_job(work.upper(), work.way())).await?;
+        daemon.start_job(work.upper(), work.way()).await?;
         crash::point("work-begun");
         let [mut pause, longest] = LOOKS;
         loop {
             let state = tokio::select! {
                 () = sleep(pause) => daemon.job().await?,
-                () = self.called_off(work) => {
-                    self.change_graph(of, daemon, daemon.cancel_job()).await?
-                }
+                () = self.called_off(work) => daemon.cancel_job().await?,
             };
             pause = (pause * 2).min(longest);
             let state = match state {
-                JobState::Pending => {
-                    self.change_graph(of, daemon, self.finalize(daemon, work)).await?
-                }
+                JobState::Pending => self.finalize(daemon, work).await?,
                 other => other,
             };
             match state {
@@ -369,18 +330,6 @@ impl Node {
         tokio::select! {
             () = work.interrupted() => {}
             () = self.stop.cancelled() => {}
-        }
-    }
-
-    async fn change_graph<T>(
-        &self,
-        of: Option<&VolumeId>,
-        daemon: &Daemon,
-        change: impl Future<Output = Result<T, qsd::MonitorError>>,
-    ) -> Result<T, qsd::MonitorError> {
-        match of {
-            Some(id) => self.apart(id, daemon, change).await,
-            None => change.await,
         }
     }
 }

@@ -373,14 +373,6 @@ impl Daemon {
         self.monitor.execute(command).await
     }
 
-    /// Whether it may abort when a job changes its graph while somebody is connected to its export:
-    /// `vhost_user_server_attach_aio_context: Assertion !co_ctx || co_ctx == ctx` (measured: about
-    /// every second end of a commit with 10.0.13, none with 11.1.3).
-    pub fn aborts_over_jobs(&self) -> bool {
-        let major = self.version.split('.').next().and_then(|major| major.parse::<u32>().ok());
-        major.is_none_or(|major| major < 11)
-    }
-
     /// Ends when the daemon does, or no longer talks to us.
     pub async fn closed(&self) {
         self.monitor.closed().await;
