@@ -22,6 +22,7 @@ pub(super) struct Volume {
     copy_mode: Option<String>,
     limits: BTreeMap<String, u64>,
     parameters: BTreeMap<String, String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
     layers: Vec<Layer>,
     attachment: Option<Attachment>,
     damage: Option<String>,
@@ -47,6 +48,7 @@ pub(super) struct Snapshot {
     created: Option<String>,
     allocated_bytes: i64,
     own_bytes: i64,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
     layers: Vec<Layer>,
     damage: Option<String>,
 }

@@ -12,7 +12,7 @@ use crate::{
     volume::{Claim, Error, Outcome},
 };
 use std::{pin::Pin, sync::Arc};
-use tell::Teller;
+use tell::{Chains, Teller};
 use tokio_stream::Stream;
 use tonic::{Request, Response, Status};
 
@@ -34,11 +34,11 @@ impl inspect_server::Inspect for Inspect {
     ) -> Result<Response<Answer<pb::Volume>>, Status> {
         let asked = request.into_inner().volume_id;
         if asked.is_empty() {
-            return Ok(stream(self.look(Teller::volumes).await));
+            return Ok(stream(self.look(Chains::Told, Teller::volumes).await));
         }
         let id = known(parse::volume_id(asked)?)?;
         let of_it = id.clone();
-        let found = self.look(move |teller| teller.volume(&of_it)).await;
+        let found = self.look(Chains::Told, move |teller| teller.volume(&of_it)).await;
         Ok(stream(vec![found.ok_or(Error::NotFound(id))?]))
     }
 
@@ -48,11 +48,11 @@ impl inspect_server::Inspect for Inspect {
     ) -> Result<Response<Answer<pb::Snapshot>>, Status> {
         let pb::ListSnapshotsRequest { snapshot_id, source_volume_id } = request.into_inner();
         let mut found = if snapshot_id.is_empty() {
-            self.look(Teller::snapshots).await
+            self.look(Chains::LeftOut, Teller::snapshots).await
         } else {
             let id = parse::snapshot_id("snapshot_id", snapshot_id)??;
             let of_it = id.clone();
-            let found = self.look(move |teller| teller.snapshot(&of_it)).await;
+            let found = self.look(Chains::Told, move |teller| teller.snapshot(&of_it)).await;
             vec![found.ok_or(Error::NoSnapshot(id))?]
         };
         if !source_volume_id.is_empty() {
@@ -65,7 +65,7 @@ impl inspect_server::Inspect for Inspect {
         &self,
         _request: Request<pb::LookRequest>,
     ) -> Result<Response<Answer<pb::Thing>>, Status> {
-        let things = self.look(|teller| {
+        let things = self.look(Chains::LeftOut, |teller| {
             let pools = teller.pools().into_iter().map(thing::Thing::Pool);
             let layers = teller.layers().into_iter().map(thing::Thing::Layer);
             let volumes = teller.volumes().into_iter().map(thing::Thing::Volume);
@@ -97,10 +97,14 @@ impl inspect_server::Inspect for Inspect {
 
 impl Inspect {
     /// Tells of what there is now, on a thread that may block.
-    async fn look<T: Send + 'static>(&self, tell: impl FnOnce(&Teller) -> T + Send + 'static) -> T {
+    async fn look<T: Send + 'static>(
+        &self,
+        chains: Chains,
+        tell: impl FnOnce(&Teller) -> T + Send + 'static,
+    ) -> T {
         let node: Node = self.0.node.clone();
         let relayed = node.relayed().await;
-        blocking(move || tell(&Teller::new(node, relayed))).await
+        blocking(move || tell(&Teller::new(node, relayed, chains))).await
     }
 }
 

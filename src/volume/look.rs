@@ -8,7 +8,7 @@ use super::{
     state::{Kept, KeptLayer, State},
 };
 use crate::units::Bytes;
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::OnceLock};
 
 /// All there is at one moment.
 #[derive(Clone, Debug)]
@@ -42,20 +42,33 @@ pub struct Standing {
     pub job: Option<Job>,
     /// Why that failed the last time, in words.
     pub trouble: Option<String>,
+    allocated: OnceLock<Bytes>,
 }
 
 impl Sight {
-    /// What the pool really spends on those of the layers of a volume or snapshot, from the top one
-    /// down, that nothing else needs.
+    /// What the pool really spends on the layers of a volume or snapshot.
+    pub fn allocated(&self, layers: &[Layer]) -> Bytes {
+        self.standings(layers).map(Standing::allocated).sum()
+    }
+
+    /// The same for those of them, from the top one down, that nothing else needs.
     pub fn own(&self, layers: &[Layer]) -> Bytes {
-        let is_own = |layer: &&Layer| {
-            self.layers.get(&layer.id).is_some_and(|standing| standing.needed_by() <= 1)
-        };
-        layers.iter().take_while(is_own).map(Layer::allocated).sum()
+        let own = self.standings(layers).take_while(|standing| standing.needed_by() <= 1);
+        own.map(Standing::allocated).sum()
+    }
+
+    /// What is known of these layers.
+    pub fn standings(&self, layers: &[Layer]) -> impl Iterator<Item = &Standing> {
+        layers.iter().filter_map(|layer| self.layers.get(&layer.id))
     }
 }
 
 impl Standing {
+    /// What the pool really spends on it. The file system is asked once.
+    pub fn allocated(&self) -> Bytes {
+        *self.allocated.get_or_init(|| self.layer.allocated())
+    }
+
     /// How many need it: volumes, snapshots, and layers on it.
     fn needed_by(&self) -> usize {
         self.children + self.snapshots.len() + usize::from(self.volume.is_some())
@@ -115,6 +128,7 @@ impl State {
             detaching: kept.record.detach.is_some(),
             job: self.jobs.of(id),
             trouble: self.jobs.trouble(id).map(str::to_owned),
+            allocated: OnceLock::new(),
         })
     }
 }

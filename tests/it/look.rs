@@ -54,7 +54,9 @@ async fn a_look_tells_what_stands_on_what_and_who_pays_for_it() {
         let active = things.layers.iter().find(|layer| layer.volume_id == id).unwrap();
         assert_eq!(active.parent_id, bottom.layer_id);
         let volume = of(&things.volumes, id);
-        assert_eq!(volume.layers, [active.clone(), bottom.clone()]);
+        assert_eq!(volume.layers, [], "they are told once");
+        let listed = driver.inspect().await;
+        assert_eq!(of(&listed, id).layers, [active.clone(), bottom.clone()]);
         assert_eq!(volume.own_bytes, active.allocated_bytes);
         assert_eq!(volume.allocated_bytes, active.allocated_bytes + bottom.allocated_bytes);
     }
@@ -89,6 +91,7 @@ async fn snapshots_are_listed_by_volume_and_by_id() {
     assert_eq!(ids("", "b").await.unwrap(), ["b-1", "b-2"]);
     assert_eq!(ids("", "nobody").await.unwrap(), [""; 0]);
     assert_eq!(ids("b-1", "").await.unwrap(), ["b-1"]);
+    assert_eq!(driver.snapshots("b-1", "").await.unwrap()[0].layers.len(), 2);
     for id in ["nobody", "NOT OURS"] {
         assert_eq!(ids(id, "").await.unwrap_err().code(), Code::NotFound);
     }

@@ -14,7 +14,7 @@ use crate::{
     csi::pb::inspect::{Layer, Pool, Snapshot, Volume, volume::Source},
     units::Bytes,
 };
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 
 /// One pool and the trees in it.
 #[derive(Debug)]
@@ -140,50 +140,81 @@ impl Activity {
 /// All things, found by their ids.
 struct Soil<'a> {
     things: &'a Things,
+    layers: HashMap<&'a str, &'a Layer>,
+    /// The layers that volumes write to.
+    active: HashMap<&'a str, &'a Layer>,
     volumes: HashMap<&'a str, &'a Volume>,
     snapshots: HashMap<&'a str, &'a Snapshot>,
     /// What stands on a layer; on nothing, for the empty id.
-    children: BTreeMap<&'a str, Vec<&'a Layer>>,
+    children: HashMap<&'a str, Vec<&'a Layer>>,
     /// For a layer, the one above it in the line of the volume that it was.
     lines: HashMap<&'a str, &'a str>,
 }
 
 impl<'a> Soil<'a> {
     fn new(things: &'a Things) -> Self {
-        let known: HashSet<_> = things.layers.iter().map(|layer| layer.layer_id.as_str()).collect();
-        let mut children: BTreeMap<_, Vec<_>> = BTreeMap::new();
-        for layer in &things.layers {
-            let parent = known.get(layer.parent_id.as_str()).copied().unwrap_or_default();
+        let written = things.layers.iter().filter(|layer| !layer.volume_id.is_empty());
+        let mut soil = Self {
+            things,
+            layers: things.layers.iter().map(|one| (one.layer_id.as_str(), one)).collect(),
+            active: written.map(|one| (one.volume_id.as_str(), one)).collect(),
+            volumes: things.volumes.iter().map(|one| (one.volume_id.as_str(), one)).collect(),
+            snapshots: things.snapshots.iter().map(|one| (one.snapshot_id.as_str(), one)).collect(),
+            children: HashMap::new(),
+            lines: HashMap::new(),
+        };
+        soil.children = soil.children();
+        soil.lines = soil.lines();
+        soil
+    }
+
+    fn children(&self) -> HashMap<&'a str, Vec<&'a Layer>> {
+        let mut children: HashMap<_, Vec<_>> = HashMap::new();
+        for layer in &self.things.layers {
+            let parent = self.layers.get_key_value(layer.parent_id.as_str());
+            let parent = parent.map(|(id, _)| *id).unwrap_or_default();
             children.entry(parent).or_default().push(layer);
         }
         for siblings in children.values_mut() {
             siblings.sort_by_cached_key(|layer| (layer.volume_id.is_empty(), label(layer)));
         }
-        let volumes = things.volumes.iter().map(|one| (one.volume_id.as_str(), one)).collect();
-        let snapshots = things.snapshots.iter().map(|one| (one.snapshot_id.as_str(), one));
-        let lines = HashMap::new();
-        let snapshots = snapshots.collect();
-        let mut soil = Self { things, volumes, snapshots, children, lines };
-        soil.lines = soil.lines();
-        soil
+        children
+    }
+
+    /// The layers of a volume by pairs, a lower one and the one that stands on it, from the top
+    /// down.
+    fn steps(&self, volume: &str) -> impl Iterator<Item = (&'a Layer, &'a Layer)> {
+        let below = |upper: &Layer| self.layers.get(upper.parent_id.as_str()).copied();
+        let top = self.active.get(volume).copied();
+        let line = std::iter::successors(top, move |upper| below(upper));
+        // Layers that stand on themselves would have no end.
+        let line = line.take(self.layers.len());
+        line.filter_map(move |upper| Some((below(upper)?, upper)))
     }
 
     /// A snapshot is on the line of the volume it was taken of, and so is the layer at which a
     /// volume that was made from that one branched off.
     fn lines(&self) -> HashMap<&'a str, &'a str> {
-        let of_snapshot = |snapshot: &'a Snapshot| {
-            let volume = self.volumes.get(snapshot.source_volume_id.as_str())?;
-            let layer = snapshot.layers.first()?.layer_id.as_str();
-            steps(volume).find(|(lower, _)| *lower == layer)
-        };
-        let of_copy = |copy: &'a Volume| {
-            let Some(Source::SourceVolumeId(source)) = &copy.source else { return None };
-            let source = self.volumes.get(source.as_str())?;
-            let below: HashSet<_> = steps(copy).map(|(lower, _)| lower).collect();
-            steps(source).find(|(lower, _)| below.contains(lower))
-        };
-        let copies = self.things.volumes.iter().filter_map(of_copy);
-        copies.chain(self.things.snapshots.iter().filter_map(of_snapshot)).collect()
+        let mut lines = HashMap::new();
+        for copy in &self.things.volumes {
+            let Some(Source::SourceVolumeId(source)) = &copy.source else { continue };
+            let steps = self.steps(&copy.volume_id);
+            let below: HashSet<_> = steps.map(|(lower, _)| lower.layer_id.as_str()).collect();
+            let is_shared = |lower: &Layer| below.contains(lower.layer_id.as_str());
+            let shared = self.steps(source).find(|(lower, _)| is_shared(lower));
+            lines.extend(shared.map(ids));
+        }
+        for volume in &self.things.volumes {
+            let own = self.steps(&volume.volume_id);
+            lines.extend(own.filter(|(lower, _)| self.was(lower, volume)).map(ids));
+        }
+        lines
+    }
+
+    /// Whether a snapshot of the volume is a name for the layer.
+    fn was(&self, layer: &Layer, volume: &Volume) -> bool {
+        let snapshots = layer.snapshot_ids.iter().filter_map(|id| self.snapshots.get(id.as_str()));
+        snapshots.into_iter().any(|snapshot| snapshot.source_volume_id == volume.volume_id)
     }
 
     fn grove(&self, pool: &Pool) -> Grove {
@@ -258,13 +289,8 @@ impl<'a> Soil<'a> {
     }
 }
 
-/// The layers of a volume by pairs, a lower one and the one that stands on it, from the top down.
-fn steps(volume: &Volume) -> impl Iterator<Item = (&str, &str)> {
-    let pairs = volume.layers.windows(2);
-    pairs.filter_map(|pair| match pair {
-        [upper, lower] => Some((lower.layer_id.as_str(), upper.layer_id.as_str())),
-        _ => None,
-    })
+fn ids<'a>((lower, upper): (&'a Layer, &'a Layer)) -> (&'a str, &'a str) {
+    (lower.layer_id.as_str(), upper.layer_id.as_str())
 }
 
 fn kind(layer: &Layer) -> Kind {

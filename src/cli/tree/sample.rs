@@ -9,7 +9,6 @@ use prost_types::Timestamp;
 const GIB: i64 = 1 << 30;
 const MIB: i64 = 1 << 20;
 
-/// Layers are named by one letter, and by what they stand on from the top down.
 pub(super) fn things() -> Things {
     let layers = vec![
         layer("b", "", "", &["monday"]),
@@ -25,36 +24,30 @@ pub(super) fn things() -> Things {
         layer("h", "f", "base", &[]),
         layer("a", "", "blank", &[]),
     ];
-    let chain = |ids: &str| {
-        let find = |id: char| layers.iter().find(|one| one.layer_id.starts_with(id)).cloned();
-        ids.chars().filter_map(find).collect::<Vec<_>>()
-    };
-    let volume = |id: &str, ids: &str| Volume {
+    let volume = |id: &str| Volume {
         volume_id: id.into(),
         pool: "main".into(),
         capacity_bytes: GIB,
-        layers: chain(ids),
         ..Default::default()
     };
-    let snapshot = |id: &str, ids: &str| Snapshot {
+    let snapshot = |id: &str| Snapshot {
         snapshot_id: id.into(),
         pool: "main".into(),
         source_volume_id: "disk".into(),
         created: Some(Timestamp { seconds: 1_795_283_304, nanos: 5 }),
-        layers: chain(ids),
         ..Default::default()
     };
     let source = Some(Source::SourceVolumeId("base".into()));
     Things {
         volumes: vec![
-            volume("base", "hf"),
-            volume("blank", "a"),
-            Volume { damage: "its record is gone".into(), ..volume("broken", "") },
-            Volume { source, ..volume("copy", "gf") },
-            volume("disk", "edb"),
-            volume("restored", "cb"),
+            volume("base"),
+            volume("blank"),
+            Volume { damage: "its record is gone".into(), ..volume("broken") },
+            Volume { source, ..volume("copy") },
+            volume("disk"),
+            volume("restored"),
         ],
-        snapshots: vec![snapshot("monday", "b"), snapshot("tuesday", "db")],
+        snapshots: vec![snapshot("monday"), snapshot("tuesday")],
         pools: vec![Pool {
             name: "main".into(),
             directory: "/srv/a & b".into(),

@@ -19,12 +19,21 @@ pub(super) struct Teller {
     node: Node,
     relayed: Relayed,
     sight: Sight,
+    chains: Chains,
+}
+
+/// Whether layers are told with each volume and snapshot that stands on them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Chains {
+    Told,
+    /// They would be many: each snapshot of a volume stands on those before it.
+    LeftOut,
 }
 
 impl Teller {
-    pub(super) fn new(node: Node, relayed: Relayed) -> Self {
+    pub(super) fn new(node: Node, relayed: Relayed, chains: Chains) -> Self {
         let sight = node.volumes().look();
-        Self { node, relayed, sight }
+        Self { node, relayed, sight, chains }
     }
 
     pub(super) fn pools(&self) -> Vec<pb::Pool> {
@@ -50,7 +59,7 @@ impl Teller {
 
     fn spent_by(&self, pool: &PoolName) -> Bytes {
         let own = self.sight.layers.values().filter(|standing| standing.pool == *pool);
-        own.map(|standing| standing.layer.allocated()).sum()
+        own.map(Standing::allocated).sum()
     }
 
     pub(super) fn layers(&self) -> Vec<pb::Layer> {
@@ -91,7 +100,7 @@ impl Teller {
             name: volume.name().to_owned(),
             pool: volume.pool().to_string(),
             capacity_bytes: volume.size().into(),
-            allocated_bytes: volume.allocated().into(),
+            allocated_bytes: self.sight.allocated(volume.layers()).into(),
             parameters: volume.parameters().given().clone().into_iter().collect(),
             layers: self.chain(volume.layers()),
             attachment: None,
@@ -131,7 +140,7 @@ impl Teller {
             source_volume_id: snapshot.source().to_string(),
             capacity_bytes: snapshot.size().into(),
             created: Some(snapshot.created().into()),
-            allocated_bytes: snapshot.layers().iter().map(Layer::allocated).sum::<Bytes>().into(),
+            allocated_bytes: self.sight.allocated(snapshot.layers()).into(),
             own_bytes: self.sight.own(snapshot.layers()).into(),
             layers: self.chain(snapshot.layers()),
             damage: String::new(),
@@ -139,7 +148,10 @@ impl Teller {
     }
 
     fn chain(&self, layers: &[Layer]) -> Vec<pb::Layer> {
-        layers.iter().filter_map(|one| self.sight.layers.get(&one.id)).map(layer).collect()
+        match self.chains {
+            Chains::Told => self.sight.standings(layers).map(layer).collect(),
+            Chains::LeftOut => Vec::new(),
+        }
     }
 }
 
@@ -150,7 +162,7 @@ fn layer(standing: &Standing) -> pb::Layer {
         path: text(&layer.path),
         format: layer.format.as_str().to_owned(),
         capacity_bytes: layer.size.into(),
-        allocated_bytes: layer.allocated().into(),
+        allocated_bytes: standing.allocated().into(),
         layer_id: layer.id.to_string(),
         pool: standing.pool.to_string(),
         parent_id: standing.parent.as_ref().map(id).unwrap_or_default(),
