@@ -1,10 +1,9 @@
 //! Trees of layers as a picture: pure, from trees to SVG that needs nothing else.
 //!
-//! Time goes from left to right: the line of a volume in one row, below it what branches off, the
-//! later the higher, so that no edge crosses another. Volumes that stand alone fill rows of their
-//! own.
+//! Time goes from left to right, as `layout` has it.
 
 mod canvas;
+mod layout;
 
 use super::{
     forest::{Activity, Grove, Kind, Tree},
@@ -12,6 +11,7 @@ use super::{
 };
 use crate::cli::output::share;
 use canvas::{Area, Canvas};
+use layout::{Layout, Spot, depth};
 
 /// Around everything, and within a pool.
 const MARGIN: usize = 24;
@@ -76,9 +76,18 @@ pub(super) fn draw(groves: &[Grove], moment: &str) -> String {
     draw_title(&mut canvas, moment, width + MARGIN);
     let mut y = MARGIN + TITLE;
     for grove in groves {
-        let area = Area { x: MARGIN, y, width, height: grid.height(grove) };
-        draw_grove(&mut canvas, grove, area, grid);
-        y += area.height + MARGIN;
+        let layout = Layout::of(&grove.roots, grid.columns);
+        let layers = layout.rows() * (LAYER + BELOW);
+        let height = HEAD + layers + grove.damaged.len() * LINE + BELOW;
+        let area = Area { x: MARGIN, y, width, height };
+        canvas.rect("pool", area, 12);
+        draw_head(&mut canvas, grove, area);
+        for placed in &layout.placed {
+            draw_edge(&mut canvas, grid.at(area, placed.at), placed.on.map(|on| grid.at(area, on)));
+            draw_layer(&mut canvas, placed.tree, grid.at(area, placed.at));
+        }
+        draw_damaged(&mut canvas, grove, y + HEAD + layers);
+        y += height + MARGIN;
     }
     canvas.finish(width + 2 * MARGIN, y, STYLE)
 }
@@ -106,16 +115,12 @@ impl Grid {
         self.width + BESIDE
     }
 
-    fn height(self, grove: &Grove) -> usize {
-        let (alone, grown) = split(grove);
-        let rows = alone.len().div_ceil(self.columns) + grown.into_iter().map(rows).sum::<usize>();
-        HEAD + rows * (LAYER + BELOW) + grove.damaged.len() * LINE + BELOW
+    /// The place of a layer in a pool.
+    fn at(self, pool: Area, spot: Spot) -> Area {
+        let x = pool.x + MARGIN + spot.column * self.pitch();
+        let y = pool.y + HEAD + spot.row * (LAYER + BELOW);
+        Area { x, y, width: self.width, height: LAYER }
     }
-}
-
-/// What stands alone, and what others stand on.
-fn split(grove: &Grove) -> (Vec<&Tree>, Vec<&Tree>) {
-    grove.roots.iter().partition(|root| root.children().next().is_none())
 }
 
 fn draw_title(canvas: &mut Canvas, moment: &str, right: usize) {
@@ -130,29 +135,19 @@ fn draw_title(canvas: &mut Canvas, moment: &str, right: usize) {
     }
 }
 
-fn draw_grove(canvas: &mut Canvas, grove: &Grove, area: Area, grid: Grid) {
-    let Area { x, y, .. } = area;
-    canvas.rect("pool", area, 12);
-    let (left, top) = (x + MARGIN, y + MARGIN);
+fn draw_head(canvas: &mut Canvas, grove: &Grove, pool: Area) {
+    let (left, top) = (pool.x + MARGIN, pool.y + MARGIN);
     canvas.text("pool-name", left, top + 8, &format!("pool {}", grove.name));
     let directory = left + (grove.name.chars().count() + 7) * LETTER + INSET;
     canvas.text("", directory, top + 8, &grove.directory);
     canvas.text("", left + GAUGE + INSET, top + 27, &grove.figures());
     draw_gauge(canvas, grove, Area { x: left, y: top + 20, width: GAUGE, height: 8 });
-    let mut place = Place { x: left, y: y + HEAD, width: grid.width };
-    let (alone, grown) = split(grove);
-    for row in alone.chunks(grid.columns) {
-        for (column, root) in row.iter().enumerate() {
-            draw_layer(canvas, root, Place { x: left + column * grid.pitch(), ..place });
-        }
-        place.y += LAYER + BELOW;
-    }
-    for root in grown {
-        place.y = draw_tree(canvas, root, place);
-    }
+}
+
+fn draw_damaged(canvas: &mut Canvas, grove: &Grove, top: usize) {
     for (number, damaged) in grove.damaged.iter().enumerate() {
         let text = format!("{} is damaged: {}", damaged.what, damaged.reason);
-        canvas.text("bad", left, place.y + number * LINE + 12, &text);
+        canvas.text("bad", 2 * MARGIN, top + number * LINE + 12, &text);
     }
 }
 
@@ -170,36 +165,11 @@ fn draw_gauge(canvas: &mut Canvas, grove: &Grove, area: Area) {
     canvas.rect("own", Area { width: share(grove.allocated, grove.total, area.width), ..area }, 4);
 }
 
-/// Where a layer goes.
-#[derive(Clone, Copy)]
-struct Place {
-    x: usize,
-    y: usize,
-    width: usize,
-}
-
-impl Place {
-    fn beside(self) -> Self {
-        Self { x: self.x + self.width + BESIDE, ..self }
-    }
-}
-
-/// Draws a layer and all that stands on it; where the next row begins.
-fn draw_tree(canvas: &mut Canvas, tree: &Tree, place: Place) -> usize {
-    draw_layer(canvas, tree, place);
-    let line = tree.next.as_deref();
-    let mut y = place.y;
-    for child in line.into_iter().chain(&tree.branches) {
-        draw_edge(canvas, place, y);
-        y = draw_tree(canvas, child, Place { y, ..place }.beside());
-    }
-    y.max(place.y + LAYER + BELOW)
-}
-
-/// An edge from a layer to one in the next column.
-fn draw_edge(canvas: &mut Canvas, from: Place, y: usize) {
-    let (left, right) = (from.x + from.width, from.beside().x);
-    let (start, end) = (from.y + LAYER / 2, y + LAYER / 2);
+/// An edge to a layer from the one that it stands on, which is in the column before.
+fn draw_edge(canvas: &mut Canvas, to: Area, from: Option<Area>) {
+    let Some(from) = from else { return };
+    let (left, right) = (from.x + from.width, to.x);
+    let (start, end) = (from.y + from.height / 2, to.y + to.height / 2);
     if start == end {
         return canvas.path("edge", format_args!("M{left} {start}H{right}"));
     }
@@ -214,13 +184,12 @@ fn draw_edge(canvas: &mut Canvas, from: Place, y: usize) {
     );
 }
 
-fn draw_layer(canvas: &mut Canvas, tree: &Tree, place: Place) {
-    let Place { x, y, width } = place;
+fn draw_layer(canvas: &mut Canvas, tree: &Tree, area: Area) {
+    let Area { x, y, width, .. } = area;
     let left = x + INSET;
     let letters = (width - 2 * INSET) / SMALL_LETTER;
     let figures = figures(tree);
     canvas.open(&format!("{}\n{figures}\n{}", tree.label, tree.state));
-    let area = Area { x, y, width, height: LAYER };
     canvas.rect(&format!("layer {}", class(tree.kind)), area, 10);
     let name = shorten(&tree.label, (width - 4 * INSET) / LETTER, "…");
     draw_label(canvas, tree.kind, &name, left, y + 10);
@@ -280,16 +249,6 @@ fn needed_width(tree: &Tree) -> usize {
     let lines = lines.map(|letters| letters * SMALL_LETTER + 2 * INSET);
     let above = tree.children().map(needed_width).max().unwrap_or_default();
     label.max(lines[0]).max(lines[1]).max(above)
-}
-
-/// How many columns it has.
-fn depth(tree: &Tree) -> usize {
-    1 + tree.children().map(depth).max().unwrap_or_default()
-}
-
-/// How many rows it has.
-fn rows(tree: &Tree) -> usize {
-    tree.children().map(rows).sum::<usize>().max(1)
 }
 
 #[cfg(test)]
