@@ -46,8 +46,8 @@ pub(super) struct Clone {
     /// Size of the copy, if it is to be larger
     #[arg(long)]
     size: Option<Bytes>,
-    /// Wait until the copy is independent, also where nobody can watch it; on a terminal, that is
-    /// shown anyway
+    /// Wait until the copy is independent, also where nobody watches; on a terminal, how far it has
+    /// come is shown anyway
     #[arg(long)]
     wait: bool,
     #[command(flatten)]
@@ -126,7 +126,8 @@ pub(super) async fn clone(client: &mut Client, output: Output, clone: Clone) -> 
     if output == Output::Table {
         tell(&made)?;
     }
-    if copy_mode == CopyMode::Clone && (wait || progress::is_watched()) {
+    let is_watched = output == Output::Table && progress::is_watched();
+    if copy_mode == CopyMode::Clone && (wait || is_watched) {
         progress::until_independent(client, &made.volume_id).await?;
         made.independent = true;
     }
