@@ -9,7 +9,7 @@ use qsd_csi::csi::pb::{
         identity_client::IdentityClient,
         node_client::NodeClient,
         volume_capability::{AccessMode, AccessType, MountVolume, access_mode::Mode},
-        volume_content_source::{SnapshotSource, Type as Content},
+        volume_content_source::{SnapshotSource, Type as Content, VolumeSource},
     },
     inspect::{self, inspect_client::InspectClient},
 };
@@ -80,6 +80,21 @@ impl Client {
             name: name.to_owned(),
             volume_capabilities: vec![capability()],
             parameters: parameters(cache),
+            volume_content_source: Some(source),
+            ..Default::default()
+        };
+        self.controller.create_volume(request).await.context("CreateVolume")?;
+        Ok(begin.elapsed())
+    }
+
+    /// Creates a volume from another one.
+    pub(crate) async fn clone_of(&mut self, name: &str, volume: &str) -> anyhow::Result<Duration> {
+        let begin = Instant::now();
+        let volume = VolumeSource { volume_id: volume.to_owned() };
+        let source = pb::VolumeContentSource { r#type: Some(Content::Volume(volume)) };
+        let request = pb::CreateVolumeRequest {
+            name: name.to_owned(),
+            volume_capabilities: vec![capability()],
             volume_content_source: Some(source),
             ..Default::default()
         };

@@ -103,6 +103,7 @@ fn spawn(program: &Path, log: &File, scratch: &Scratch) -> anyhow::Result<Child>
         .arg("standalone")
         .arg(format!("--endpoint=unix://{}", scratch.endpoint().display()))
         .arg("--node-id=bench")
+        .arg("--overcommit=1000") // volumes here are larger than the disk
         .arg(format!("--run-dir={}", scratch.run().display()))
         .arg(format!("--pool=bench={}", scratch.pool().display()))
         .stdin(Stdio::null())

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! make bench                                       all parts, some 12 minutes on 2 cores
-//! target/release/qsd-csi-bench --only data         one part: control, memory, data, chain, relay or crowd
+//! target/release/qsd-csi-bench --only data         one part: control, memory, copies, data, chain, relay or crowd
 //! target/release/qsd-csi-bench --quick             seconds: shows that it works, not how fast
 //! target/release/qsd-csi-bench --only tune         settings of bare daemons against each other
 //! ```
@@ -19,6 +19,7 @@
 //! | memory | memory of daemons, driver, supervisor and relay, as proportional set size (PSS) | KiB | bare daemons that serve nothing |
 //! | data | requests a second through the published socket | IOPS | fio on a file of the same file system |
 //! | data | durable writes with `cache: auto` | IOPS | `cache: writethrough` |
+//! | copies | time until a restore or clone of 1 TiB can be used | ms | one of 1 GiB |
 //! | chain | reads a second through 4 and 8 layers | IOPS | one layer |
 //! | chain | durable writes into an overlay | IOPS | a raw layer |
 //! | relay | requests a second through the relay | IOPS | the same daemon without one |
@@ -31,6 +32,7 @@
 mod chain;
 mod client;
 mod control;
+mod copies;
 mod crowd;
 mod data;
 mod driver;
@@ -89,6 +91,8 @@ enum Part {
     Memory,
     /// Requests a second through a published socket
     Data,
+    /// Snapshots, restores and clones of a small and a large volume
+    Copies,
     /// Reads through many layers, and durable writes into an overlay
     Chain,
     /// What the relay costs a request
@@ -208,6 +212,9 @@ async fn run(args: Args) -> anyhow::Result<()> {
     }
     if wanted(Part::Data) {
         data::measure(&plan, &mut report).await?;
+    }
+    if wanted(Part::Copies) {
+        copies::measure(&plan, &mut report).await?;
     }
     if wanted(Part::Chain) {
         chain::measure(&plan, &mut report).await?;
