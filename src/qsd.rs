@@ -11,7 +11,7 @@ mod program;
 
 pub use daemon::{Daemon, Error, FLUSH, Launch, start_trial, start_workshop};
 pub use graph::{Access, Durability, QUEUES, Reads};
-pub use live::JobState;
 pub use live::Jobs;
+pub use live::{Height, JobState};
 pub use monitor::{Command, Error as MonitorError, Monitor};
 pub use program::{Identity, Programs, identity};

@@ -8,7 +8,7 @@ use crate::{
     blocking::blocking,
     chain::Chain,
     crash,
-    qsd::{self, Access, Daemon, JobState},
+    qsd::{self, Access, Daemon, Height, JobState},
     run::{DaemonKey, Slot},
     volume::{Claim, Layer, Site, Use, VolumeId, Way, Work},
 };
@@ -275,6 +275,13 @@ impl Node {
         Ok(tokio::task::block_in_place(|| self.volumes.finish_work(work))?)
     }
 
+    /// A workshop has the upper layer and what is below it open, and nothing else.
+    fn height(&self, work: &Work) -> Height {
+        let Site::Daemon(id) = work.site() else { return Height::Active };
+        let active = self.volumes.layers_of_volume(id).first().copied();
+        if active == Some(work.upper().id) { Height::Active } else { Height::Below }
+    }
+
     /// Begins a job and follows it.
     async fn follow_job(
         &self,
@@ -286,7 +293,7 @@ impl Node {
             return Ok(Ended::Interrupted);
         }
         daemon.end_jobs().await?; // what is left of one that failed
-        daemon.start_job(work.upper(), work.way()).await?;
+        daemon.start_job(work.upper(), work.way(), self.height(work)).await?;
         crash::point("work-begun");
         let [mut pause, longest] = LOOKS;
         loop {

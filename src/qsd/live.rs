@@ -37,6 +37,15 @@ pub enum Jobs {
     ChangedGraph,
 }
 
+/// Where in the graph of a daemon the upper of two layers is that are merged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Height {
+    /// It is the one that takes the writes.
+    Active,
+    /// Another layer stands on it.
+    Below,
+}
+
 /// How a job is getting on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobState {
@@ -134,8 +143,9 @@ impl Daemon {
     /// Starts to move data between layers.
     ///
     /// A job's result stays until it is asked for (facts/qsd.md section 5). The names that QEMU
-    /// writes into headers mean nothing: a graph is built from records.
-    pub async fn start_job(&self, upper: &Layer, way: &Way) -> Result<(), Error> {
+    /// writes into headers mean nothing: a graph is built from records. They must be short, though: a
+    /// name made of a deep chain does not fit, and ends qemu-storage-daemon.
+    pub async fn start_job(&self, upper: &Layer, way: &Way, height: Height) -> Result<(), Error> {
         let command = match way {
             Way::Stream { base, bytes_per_second } => {
                 let mut arguments = json!({
@@ -151,17 +161,20 @@ impl Daemon {
                 }
                 Command::new("block-stream", arguments)
             }
-            Way::Commit { into } => Command::new(
-                "block-commit",
-                json!({
+            Way::Commit { into } => {
+                let mut arguments = json!({
                     "job-id": JOB,
                     "device": TOP,
                     "top-node": upper.file.node_name(),
                     "base-node": into.file.node_name(),
                     "auto-finalize": false,
                     "auto-dismiss": false,
-                }),
-            ),
+                });
+                if height == Height::Below {
+                    arguments["backing-file"] = into.file.to_string().into();
+                }
+                Command::new("block-commit", arguments)
+            }
         };
         self.execute(command).await.map(drop)
     }
