@@ -37,6 +37,7 @@ pub mod qcow2;
 pub mod qsd;
 pub mod relay;
 pub mod run;
+pub mod source;
 pub mod store;
 pub mod supervisor;
 pub mod units;
