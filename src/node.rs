@@ -17,6 +17,7 @@ mod attachment;
 mod change;
 mod host;
 mod layers;
+mod master;
 mod publish;
 mod recover;
 mod relayed;
@@ -36,6 +37,7 @@ use crate::{
     qsd::{self, Daemon, Durability, Launch, Programs, Reads},
     relay,
     run::{DaemonKey, RunDir, Slot, VolumeDir},
+    source::SecretError,
     store, supervisor,
     volume::{
         self, AccessMode, Busy, Cache, Claim, Claimed, CopyMode, Format, InFlight, LayerId,
@@ -155,6 +157,15 @@ pub enum Error {
         /// Why not.
         source: qsd::Error,
     },
+    /// The remote master that a volume is to start from cannot be had.
+    #[error("parameters: source")]
+    Source {
+        /// Why not.
+        source: qsd::Error,
+    },
+    /// The secrets are the trouble.
+    #[error(transparent)]
+    Secrets(#[from] SecretError),
     /// The record of what is staged cannot be kept.
     #[error("attachment of volume {volume}")]
     Store {
@@ -404,6 +415,7 @@ impl Node {
             dir: self.dir(id).daemon(slot),
             exclusive: volume.lock()?,
             socket: self.backend_socket(id, slot),
+            credentials: self.credentials(&volume)?,
             layers,
             reads,
             throttle: volume.throttle().clone(),

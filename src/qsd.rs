@@ -3,15 +3,18 @@
 //! Owns everything that is said to a daemon. A `Launch` is what one needs to have a daemon; a
 //! `Daemon` is held only after its graph stood and its export was open.
 
+mod agent;
 mod daemon;
 mod graph;
 mod live;
+mod master;
 mod monitor;
 mod program;
 
-pub use daemon::{Daemon, Error, FLUSH, Launch, start_trial, start_workshop};
-pub use graph::{Access, Durability, QUEUES, Reads};
+pub use daemon::{Daemon, Error, FLUSH, Launch, Workshop, start_trial};
+pub use graph::{Durability, QUEUES, Reads};
 pub use live::Jobs;
 pub use live::{Height, JobState};
+pub use master::{Credentials, Error as MasterError, Master};
 pub use monitor::{Command, Error as MonitorError, Monitor};
 pub use program::{Identity, Programs, identity};

@@ -6,10 +6,12 @@
 //! RUN/boot                    the boot it belongs to; after a reboot all else is stale   (node)
 //! RUN/supervisor.sock .lock .log                                                   (supervisor)
 //! RUN/<key>/attachment.json   what is staged and published where                         (node)
+//! RUN/<key>/secrets.json      what lets us in where its master is                        (node)
 //! RUN/<key>/a/ b/             places of daemons: a volume moves from one to the other
 //!   lock                      locked by the daemon for as long as it lives         (supervisor)
 //!   daemon.log                its standard error, the last of it                   (supervisor)
 //!   qmp.sock dbg.sock         monitors: the driver's own, and one for people           (daemon)
+//!   agent.sock keys.psk       keys, while a daemon opens a remote master                 (node)
 //!   back.sock back2.sock      the export, for the relay, at one or the other           (daemon)
 //! RUN/<key>/relay.json        which of them the relay leads to                          (relay)
 //! RUN/<key>/export/           the directory that is published: vhost.sock               (relay)
@@ -252,6 +254,11 @@ impl VolumeDir {
         self.0.join("attachment.json")
     }
 
+    /// What lets us in where the master of the volume is.
+    pub fn secrets(&self) -> PathBuf {
+        self.0.join("secrets.json")
+    }
+
     /// The place of a daemon.
     pub fn daemon(&self, slot: Slot) -> DaemonDir {
         DaemonDir(self.0.join(slot.as_str()))
@@ -298,7 +305,7 @@ impl VolumeDir {
     /// Removes all of it, the record first. The published directory goes with whatever somebody
     /// left in it; beside it, what is not ours stays, and is an error.
     pub fn remove(&self) -> io::Result<()> {
-        for record in [self.attachment(), self.relay()] {
+        for record in [self.attachment(), self.relay(), self.secrets()] {
             remove(&record)?;
             remove(&store::draft_of(&record))?;
         }
@@ -338,6 +345,16 @@ impl DaemonDir {
         self.0.join("dbg.sock")
     }
 
+    /// Where the daemon looks for an SSH agent.
+    pub fn agent_socket(&self) -> PathBuf {
+        self.0.join("agent.sock")
+    }
+
+    /// Where QEMU looks for keys that both sides of a TLS connection have; the name is QEMU's.
+    pub fn key_file(&self) -> PathBuf {
+        self.0.join("keys.psk")
+    }
+
     /// The places for the socket of the daemon's vhost-user-blk export. A VM moves from one to the
     /// other when an export takes the place of another.
     pub fn backend_sockets(&self) -> [PathBuf; 2] {
@@ -364,6 +381,8 @@ impl DaemonDir {
 
     fn remove(&self) -> io::Result<()> {
         self.remove_sockets()?;
+        remove(&self.agent_socket())?;
+        remove(&self.key_file())?;
         remove(&self.log())?;
         remove(&self.lock())?;
         fs::remove_dir(&self.0).or_else(gone)

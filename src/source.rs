@@ -48,17 +48,17 @@ pub struct Source {
     place: Place,
 }
 
-/// What can be done with a master.
+/// What is done with a disk, or can be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// It can only be read.
-    ReadOnly,
-    /// It can be written, too, if the server lets us.
-    ReadWrite,
+    /// It is read.
+    Read,
+    /// It is written, too.
+    Write,
 }
 
 impl Source {
-    /// What the protocol lets one do.
+    /// What the protocol lets one do; the server may be stricter.
     pub fn access(&self) -> Access {
         self.place.access()
     }
@@ -183,12 +183,12 @@ mod test {
     #[test]
     fn what_can_be_written_depends_on_the_protocol() {
         for (text, access) in [
-            ("nbd://host", Access::ReadWrite),
-            ("http://host/d", Access::ReadOnly),
-            ("https://host/d", Access::ReadOnly),
-            ("ssh://host/d", Access::ReadWrite),
-            ("rbd:pool/image", Access::ReadWrite),
-            ("rbd:pool/image@snap", Access::ReadOnly),
+            ("nbd://host", Access::Write),
+            ("http://host/d", Access::Read),
+            ("https://host/d", Access::Read),
+            ("ssh://host/d", Access::Write),
+            ("rbd:pool/image", Access::Write),
+            ("rbd:pool/image@snap", Access::Read),
         ] {
             assert_eq!(text.parse::<Source>().unwrap().access(), access, "{text}");
         }

@@ -7,8 +7,9 @@
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::{
-    fs::{self, File, TryLockError},
+    fs::{self, File, OpenOptions, TryLockError},
     io::{self, Write},
+    os::unix::fs::OpenOptionsExt as _,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -87,12 +88,14 @@ pub fn replace<T: Serialize>(path: &Path, record: &T) -> Result<(), Error> {
 
 /// Replaces `path` whole or not at all, for a record that need not outlive a reboot.
 ///
-/// One writer at a time. A crash before the rename leaves a draft, which the next write takes and
+/// Only root may read it. One writer at a time. A crash before the rename leaves a draft, which the next write takes and
 /// whoever removes the record removes too.
 pub fn replace_volatile<T: Serialize>(path: &Path, record: &T) -> Result<(), Error> {
     let draft = draft_of(path);
     let write = || {
-        let mut file = File::create(&draft)?;
+        let mut options = OpenOptions::new();
+        let options = options.create(true).write(true).truncate(true).mode(0o600);
+        let mut file = options.open(&draft)?;
         serde_json::to_writer_pretty(&mut file, record)?;
         file.write_all(b"\n")?;
         move_to(&draft, path)

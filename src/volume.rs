@@ -35,10 +35,10 @@ mod work;
 
 pub use changed::{LayerError, Pair, Ranges, Wanted};
 pub use claim::{Busy, Claim, Claimed, InFlight};
-pub use create::{Creation, NewVolume};
+pub use create::{Creation, FoundMaster, NewVolume};
 pub use freeze::Freeze;
 pub use id::{InvalidName, LayerId, NodeName, PoolName, RunKey, SnapshotId, VolumeId};
-pub use layer::Layer;
+pub use layer::{Layer, Login, Master, Place};
 pub use look::{Sight, Standing};
 pub use parameters::{
     AccessMode, Cache, CopyMode, GRAIN, Overcommit, ParameterError, Parameters, RangeError,
@@ -51,6 +51,7 @@ pub use work::{Job, Progress, Site, Use, Way, Work};
 
 use crate::{
     pool::{self, Pool, Space},
+    source::Source,
     store,
     units::Bytes,
 };
@@ -118,6 +119,40 @@ pub enum Error {
         /// The size of that.
         size: Bytes,
     },
+    /// The volume would be smaller than its master.
+    #[error(
+        "capacity_range: source {master} has {} bytes, and the volume can be no smaller",
+        size.count()
+    )]
+    SmallerThanMaster {
+        /// Its master.
+        master: Source,
+        /// The size of that.
+        size: Bytes,
+    },
+    /// The volume is its master, and is to have another size.
+    #[error(
+        "capacity_range: source {master} has {} bytes, and with copyMode none the volume has as \
+         many",
+        size.count()
+    )]
+    NotSizeOfMaster {
+        /// Its master.
+        master: Source,
+        /// The size of that.
+        size: Bytes,
+    },
+    /// The volume is its master, which is not ours to freeze or to enlarge.
+    #[error(
+        "volume {volume} is {master} itself (copyMode none), so it has no snapshots, clones or \
+         other sizes"
+    )]
+    IsMaster {
+        /// The volume.
+        volume: VolumeId,
+        /// Its master.
+        master: Source,
+    },
     /// The volume is to lie in another pool than what it is made from.
     #[error("parameters: {content} lies in pool {pool}, and so must the volume")]
     SourceElsewhere {
@@ -172,12 +207,12 @@ pub enum Error {
     #[error("no record of what changed between {0} was kept; make a full copy")]
     Unrelated(Pair),
     /// A layer cannot tell what it provides.
-    #[error("layer {layer}: {}", path.display())]
+    #[error("layer {layer}: {place}")]
     Unreadable {
         /// The layer.
         layer: LayerId,
-        /// Its file.
-        path: PathBuf,
+        /// Where it lies.
+        place: Place,
         /// Why not.
         source: LayerError,
     },
@@ -314,6 +349,21 @@ impl Volume {
     /// Its layers, from the active one down.
     pub fn layers(&self) -> &[Layer] {
         &self.layers
+    }
+
+    /// The remote master at its bottom, if there is one.
+    pub fn master(&self) -> Option<&Master> {
+        self.layers.last().and_then(Layer::master)
+    }
+
+    /// An error where the volume is its master, which is not ours to change so.
+    fn refuse_master(&self) -> Result<(), Error> {
+        match self.layers.first().and_then(Layer::master) {
+            None => Ok(()),
+            Some(Master { source, .. }) => {
+                Err(Error::IsMaster { volume: self.id.clone(), master: source.clone() })
+            }
+        }
     }
 
     /// What the pool really spends on it. Layers that others need too are counted in full.

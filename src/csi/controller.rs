@@ -48,9 +48,13 @@ impl controller_server::Controller for Controller {
         &self,
         request: Request<pb::CreateVolumeRequest>,
     ) -> Result<Response<pb::CreateVolumeResponse>, Status> {
-        let new = self.new_volume(request.into_inner())?;
+        let mut request = request.into_inner();
+        let secrets = std::mem::take(&mut request.secrets);
+        let new = self.new_volume(request)?;
+        let secrets = parse::secrets(new.parameters.source(), secrets)?;
         let id = VolumeId::of_name(&new.name);
-        let create = |claim: Arc<Claim>, node: Node| async move { node.create(claim, new).await };
+        let create =
+            |claim: Arc<Claim>, node: Node| async move { node.create(claim, new, secrets).await };
         let (volume, outcome) = self.0.claimed(&id, create).await?;
         if outcome == Outcome::Done {
             info!(volume = %id, size = %volume.size(), pool = %volume.pool(), "created");
@@ -324,14 +328,15 @@ impl Controller {
     fn new_volume(&self, request: pb::CreateVolumeRequest) -> Result<NewVolume, parse::Error> {
         parse::name(&request.name)?;
         let access_modes = parse::capabilities(&request.volume_capabilities)?;
-        let size = parse::size(request.capacity_range)?;
         let parameters = parse::parameters(request.parameters)?;
+        let size = parse::size(request.capacity_range, parameters.source())?;
         let changes = parse::mutable_parameters(request.mutable_parameters);
         let throttle = parameters.throttle().with(&changes)?;
         let content = parse::content(request.volume_content_source)?;
         parse::topology(request.accessibility_requirements.as_ref(), self.0.node.name())?;
         let name = request.name;
-        Ok(NewVolume { name, size, parameters, throttle, access_modes, content })
+        let master = None; // nobody has looked at it yet
+        Ok(NewVolume { name, size, parameters, throttle, access_modes, content, master })
     }
 
     /// The snapshots that a list asks for, from the first one after `after`.

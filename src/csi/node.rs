@@ -36,8 +36,11 @@ impl node_server::Node for NodeService {
         let id = parse::volume_id(request.volume_id)?;
         let staging_path = parse::path("staging_target_path", request.staging_target_path)?;
         let access = parse::capability(request.volume_capability.as_ref())?;
-        let id = self.0.find(id)?.id().clone();
-        let stage = Stage { staging_path, access };
+        let volume = self.0.find(id)?;
+        let source = volume.master().map(|master| &master.source);
+        let secrets = parse::secrets(source, request.secrets)?;
+        let id = volume.id().clone();
+        let stage = Stage { staging_path, access, secrets };
         let work = |claim: Arc<Claim>, node: Node| async move { node.stage(&claim, stage).await };
         self.0.claimed(&id, work).await?;
         Ok(Response::new(pb::NodeStageVolumeResponse::default()))

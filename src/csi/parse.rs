@@ -3,6 +3,7 @@
 use super::{TOPOLOGY, pb::csi as pb};
 use crate::{
     node::{HostError, HostPath},
+    source::{SecretError, Secrets, Source},
     units::Bytes,
     volume::{
         AccessMode, Content, InvalidName, NewSnapshot, NodeName, ParameterError, Parameters,
@@ -45,6 +46,8 @@ pub(super) enum Error {
     Range(#[from] RangeError),
     #[error(transparent)]
     Parameter(#[from] ParameterError),
+    #[error(transparent)]
+    Secrets(#[from] SecretError),
     #[error(transparent)]
     Host(#[from] HostError),
     #[error("volume_context: {key} is {is:?}, not {believed:?}")]
@@ -146,10 +149,17 @@ fn is_banned(letter: char) -> bool {
     letter.is_control() && !matches!(letter, '\t' | '\n' | '\r')
 }
 
-/// The sizes that will do. No range at all leaves the choice to us.
-pub(super) fn size(range: Option<pb::CapacityRange>) -> Result<SizeRange, Error> {
+/// The sizes that will do. No range at all leaves the choice to us, and one without bounds does
+/// where there is a master, whose size it is then.
+pub(super) fn size(
+    range: Option<pb::CapacityRange>,
+    master: Option<&Source>,
+) -> Result<SizeRange, Error> {
     match range {
         None => Ok(SizeRange::ANY),
+        Some(pb::CapacityRange { required_bytes: 0, limit_bytes: 0 }) if master.is_some() => {
+            Ok(SizeRange::ANY)
+        }
         Some(range) => Ok(SizeRange::new(range.required_bytes, range.limit_bytes)?),
     }
 }
@@ -158,6 +168,14 @@ pub(super) fn size(range: Option<pb::CapacityRange>) -> Result<SizeRange, Error>
 pub(super) fn parameters(given: HashMap<String, String>) -> Result<Parameters, Error> {
     let given: BTreeMap<_, _> = given.into_iter().collect();
     Ok(given.try_into()?)
+}
+
+/// The secrets of a request, as the master needs them; where there is none they mean nothing.
+pub(super) fn secrets(
+    master: Option<&Source>,
+    given: HashMap<String, String>,
+) -> Result<Secrets, Error> {
+    Ok(master.map(|master| Secrets::new(master, given)).transpose()?.unwrap_or_default())
 }
 
 /// A path that CSI requires.

@@ -56,6 +56,7 @@ impl From<parse::Error> for Status {
             | parse::Error::Control { .. }
             | parse::Error::Context { .. }
             | parse::Error::Parameter(_)
+            | parse::Error::Secrets(_)
             | parse::Error::Negative { .. }
             | parse::Error::NotServed { .. } => Code::InvalidArgument,
         };
@@ -82,7 +83,7 @@ impl From<node::Error> for Status {
             node::Error::Volume(error) => volume_code(error),
             node::Error::Host(error) => host_code(error),
             node::Error::Busy(_) => Code::Aborted,
-            node::Error::Parameter(_) => Code::InvalidArgument,
+            node::Error::Parameter(_) | node::Error::Secrets(_) => Code::InvalidArgument,
             node::Error::NotStaged { .. }
             | node::Error::NotStagedFor { .. }
             | node::Error::StagedElsewhere { .. }
@@ -95,7 +96,8 @@ impl From<node::Error> for Status {
             node::Error::NotAt { .. } => Code::NotFound,
             node::Error::Daemon { source, .. }
             | node::Error::Trial { source, .. }
-            | node::Error::Workshop { source, .. } => daemon_code(source),
+            | node::Error::Workshop { source, .. }
+            | node::Error::Source { source } => daemon_code(source),
             node::Error::Supervisor(_) | node::Error::Relay { .. } => Code::Unavailable,
             node::Error::Store { source, .. } => io_code(source.io_kind()),
             node::Error::Run { source, .. } => io_code(Some(source.kind())),
@@ -130,9 +132,11 @@ fn volume_code(error: &volume::Error) -> Code {
         | volume::Error::WrongOrder(_) => Code::InvalidArgument,
         volume::Error::PoolFull { .. } => Code::ResourceExhausted,
         volume::Error::TooLarge { .. }
+        | volume::Error::SmallerThanMaster { .. }
+        | volume::Error::NotSizeOfMaster { .. }
         | volume::Error::SmallerThanSource { .. }
         | volume::Error::Shrinks { .. } => Code::OutOfRange,
-        volume::Error::Unrelated(_) => Code::FailedPrecondition,
+        volume::Error::Unrelated(_) | volume::Error::IsMaster { .. } => Code::FailedPrecondition,
         volume::Error::Pool { source, .. }
         | volume::Error::Snapshot { error: source, .. }
         | volume::Error::Layer { source, .. }
@@ -182,6 +186,19 @@ fn daemon_code(error: &qsd::Error) -> Code {
             | qsd::MonitorError::Closed
             | qsd::MonitorError::Deadline { .. } => Code::Unavailable,
         },
+        qsd::Error::Master(error) => master_code(error),
         qsd::Error::Foreign { .. } => Code::Internal,
+    }
+}
+
+/// A server that says no may say yes later; QEMU has no better word for its reasons.
+fn master_code(error: &qsd::MasterError) -> Code {
+    match error {
+        qsd::MasterError::Refused { .. } | qsd::MasterError::Silent { .. } => Code::Unavailable,
+        qsd::MasterError::Unusable { .. } | qsd::MasterError::Shrunk { .. } => {
+            Code::FailedPrecondition
+        }
+        qsd::MasterError::Secrets { .. } => Code::InvalidArgument,
+        qsd::MasterError::Keys { source, .. } => io_code(Some(source.kind())),
     }
 }

@@ -16,6 +16,7 @@ use crate::{
     crash,
     qsd::{self, Daemon},
     relay,
+    source::Secrets,
     volume::{
         Begun, Claim, Content, Format, Freeze, Layer, NewSnapshot, NewVolume, Outcome, Snapshot,
         SnapshotId, Volume, VolumeId,
@@ -29,13 +30,19 @@ impl Node {
     pub async fn create(
         &self,
         claim: Arc<Claim>,
-        new: NewVolume,
+        mut new: NewVolume,
+        secrets: Secrets,
     ) -> Result<(Volume, Outcome), Error> {
         // A second call finds the volume though its source may be gone or busy by then.
         let source = match (&new.content, self.volumes.find(claim.volume())) {
             (Some(Content::Volume(source)), Err(_)) => Some(self.claim_source(source).await?),
             _ => None,
         };
+        if let (None, Some(master), Err(_)) =
+            (&new.content, new.parameters.source(), self.volumes.find(claim.volume()))
+        {
+            new.master = Some(self.look_at(master, &new.parameters, secrets).await?);
+        }
         let (volumes, by) = (self.volumes.clone(), claim.clone());
         let begun = blocking(move || volumes.begin_creation(&by, new)).await?;
         let outcome = begun.outcome();

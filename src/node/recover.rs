@@ -205,8 +205,13 @@ impl Node {
         self.note_death(&id, daemon.pid(), "its monitor closed the connection");
     }
 
-    /// The first attempt at once, and if that fails further ones in the background.
+    /// The first attempt at once, and if that fails further ones in the background. A remote master
+    /// may take its time, and nobody waits for it.
     async fn start_revival(&self, id: VolumeId) {
+        if self.volumes.find(&id).is_ok_and(|volume| volume.master().is_some()) {
+            _ = self.tasks.spawn(self.clone().revive(id, Duration::ZERO));
+            return;
+        }
         let Ok(claim) = self.claims.claim_briefly(&id) else { return };
         if let Err(error) = self.restart(&claim).await {
             error!(volume = %id, error = %Chain(&error), "not served");

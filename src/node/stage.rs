@@ -10,6 +10,7 @@ use crate::{
     crash,
     qsd::{self, Daemon},
     run::{DaemonKey, Slot},
+    source::Secrets,
     volume::{AccessMode, Claim, Outcome, VolumeId},
 };
 use std::path::PathBuf;
@@ -22,6 +23,8 @@ pub struct Stage {
     pub staging_path: HostPath,
     /// How it will be used.
     pub access: AccessMode,
+    /// What lets us in where its master is.
+    pub secrets: Secrets,
 }
 
 impl Node {
@@ -51,6 +54,7 @@ impl Node {
             let (is, asked) = (is.access, stage.access);
             return Err(Error::StagedOtherwise { volume: id.clone(), is, asked });
         }
+        self.keep_secrets(id, &stage.secrets)?;
         self.serve(claim).await
     }
 
@@ -74,6 +78,7 @@ impl Node {
             dir.create().map_err(Error::run(dir.path()))?;
             self.save(&intent)?;
             crash::point("node-stage-intent");
+            self.keep_secrets(id, &stage.secrets)?;
             self.interrupt(id).await;
             let daemon = if is_left_over {
                 self.try_restart(id).await?.0

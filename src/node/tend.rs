@@ -8,8 +8,8 @@ use crate::{
     blocking::blocking,
     chain::Chain,
     crash,
-    qsd::{self, Access, Daemon, Height, JobState},
-    run::{DaemonKey, Slot},
+    qsd::{self, Credentials, Daemon, Height, JobState},
+    source::{Access, Secrets},
     volume::{Claim, Layer, Site, Use, VolumeId, Way, Work},
 };
 use std::{sync::Arc, time::Duration};
@@ -243,31 +243,36 @@ impl Node {
     /// Work in a daemon of its own, on layers that nobody has open. A crash leaves a daemon and a
     /// directory of no attachment, which start-up clears.
     async fn work_in_workshop(&self, work: Work) -> Result<Ended, Error> {
-        let key = DaemonKey { volume: work.upper().id.run_key(), slot: Slot::A };
-        let dir = self.config.run.volume(&key.volume);
-        let (program, place) = (self.config.qsd.newest(), dir.daemon(key.slot));
+        let workshop = self.workshop(work.upper().id.run_key())?;
         let failed = |source| Error::Workshop { layer: work.upper().id, source };
+        let credentials = self.credentials_for(&work);
         let job = async {
-            dir.create().map_err(Error::run(dir.path()))?;
-            let layers = work.layers();
-            let started =
-                qsd::start_workshop(&key, &program, &place, layers, &self.supervisor).await;
-            let daemon = started.map_err(failed)?;
+            let started = workshop.start(work.layers(), credentials.as_ref(), &self.supervisor);
+            let daemon = started.await.map_err(failed)?;
             let ended = self.follow_job(&daemon, &work, Follow::UntilDone).await;
             let ended = ended.map_err(|error| failed(error.into()))?;
             daemon.stop(&self.supervisor).await?;
             Ok(ended)
         };
         let outcome = job.await;
-        self.supervisor.kill(&key).await?;
-        if let Err(error) = dir.remove() {
-            warn!(error = %Chain(&error), "what is left of a workshop stays");
-        }
+        self.clear_workshop(&workshop).await?;
         if matches!(outcome, Ok(Ended::Moved)) {
             crash::point("workshop-moved");
             self.finish_work(&work)?;
         }
         outcome
+    }
+
+    /// Who we are to the server of a remote master, where the work reads it: only what needs no
+    /// secrets is ever read outside of an attachment.
+    fn credentials_for(&self, work: &Work) -> Option<Credentials> {
+        match work.way() {
+            Way::Stream { base: None, .. } => {
+                let (node, secrets) = (self.config.name.clone(), Secrets::default());
+                Some(Credentials { node, secrets })
+            }
+            Way::Stream { base: Some(_), .. } | Way::Commit { .. } => None,
+        }
     }
 
     /// The work must stay what it is until all is recorded, so it is lent and not moved.

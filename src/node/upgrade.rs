@@ -5,7 +5,7 @@
 //!        new daemon beside it (slot b), graph, export -- relay moves --> serving
 //! ```
 //!
-//! With a qcow2 layer there is only ever one daemon, and the VM waits some tens of milliseconds.
+//! With a qcow2 layer, or a remote master that is written, there is only ever one daemon, and the VM waits some tens of milliseconds.
 //!
 //! The relay notes where it leads to while nothing is in flight, and that note alone says which of
 //! two daemons serves: a crash at any instant leaves one that does and one that nobody uses, which
@@ -18,7 +18,7 @@ use crate::{
     qsd::{self, Daemon, Launch},
     relay,
     run::DaemonKey,
-    volume::{Claim, Format, Outcome, VolumeId},
+    volume::{Claim, Format, Layer, Outcome, VolumeId},
 };
 use std::{
     path::Path,
@@ -61,7 +61,8 @@ impl Node {
             let (outcome, stopped) = (Outcome::AlreadySo, Duration::ZERO);
             return Ok(Upgrade { outcome, daemon: old, stopped });
         }
-        if launch.layers.first().is_some_and(|active| active.format == Format::Qcow2) {
+        let is_alone = |active: &Layer| active.format == Format::Qcow2 || active.master().is_some();
+        if launch.layers.first().is_some_and(is_alone) {
             return self.replace_by_newest(claim, &old).await;
         }
         self.end_other(&serving, &self.running().await?).await?;

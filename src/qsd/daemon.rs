@@ -11,13 +11,15 @@
 
 use super::{
     Command, Durability, Jobs, Monitor,
-    graph::{self, Plan, Reads, Sharing},
+    graph::{self, Plan, Reads, Remote, Sharing},
+    master::{self, Bottom, Credentials, Master},
     monitor::{self, HANDSHAKE},
 };
 use crate::{
     chain::Chain,
     run::{DaemonDir, DaemonKey},
     supervisor::{self, Spawn, State},
+    units::Bytes,
     volume::{Layer, Throttle},
 };
 use serde_json::{Value, json};
@@ -39,6 +41,9 @@ pub enum Error {
     /// It does not answer, or says no.
     #[error("qemu-storage-daemon")]
     Monitor(#[from] monitor::Error),
+    /// The remote master of the volume is the trouble.
+    #[error(transparent)]
+    Master(#[from] master::Error),
     /// It ended before it could serve.
     #[error("qemu-storage-daemon ended at its start: {0}")]
     Ended(String),
@@ -76,6 +81,8 @@ pub struct Launch {
     pub socket: PathBuf,
     /// The layers of the volume, from the active one down.
     pub layers: Vec<Layer>,
+    /// Who we are to the server of its master.
+    pub credentials: Credentials,
     /// What becomes of data that is read from below the active layer.
     pub reads: Reads,
     /// What is let pass.
@@ -84,6 +91,17 @@ pub struct Launch {
     pub durability: Durability,
     /// The daemon to take over from, which serves until then.
     pub beside: Option<DaemonKey>,
+}
+
+/// All it takes to have a daemon of no volume, for work on layers or a look at a master.
+#[derive(Clone, Debug)]
+pub struct Workshop {
+    /// Which daemon.
+    pub key: DaemonKey,
+    /// The qemu-storage-daemon to run.
+    pub program: PathBuf,
+    /// Its directory; exists.
+    pub dir: DaemonDir,
 }
 
 /// A daemon that serves its volume.
@@ -118,6 +136,7 @@ struct Start<'a> {
     dir: &'a DaemonDir,
     exclusive: &'a Path,
     beside: Option<&'a DaemonKey>,
+    bottom: Option<Bottom>,
     commands: Vec<Command>,
 }
 
@@ -132,24 +151,44 @@ pub async fn start_trial(
 ) -> Result<(), Error> {
     let exclusive = dir.path();
     let commands = graph::trial(requests_per_second, &dir.backend_socket());
-    let start = Start { key, program, dir, exclusive, beside: None, commands };
+    let start = Start { key, program, dir, exclusive, beside: None, bottom: None, commands };
     start.run(supervisor).await.map(drop)
 }
 
-/// Starts a daemon of no volume on layers that nobody has open, for work on them. It is to be
-/// stopped.
-pub async fn start_workshop(
-    key: &DaemonKey,
-    program: &Path,
-    dir: &DaemonDir,
-    layers: &[Layer],
-    supervisor: &supervisor::Client,
-) -> Result<Daemon, Error> {
-    let commands = graph::workshop(layers);
-    let start = Start { key, program, dir, exclusive: dir.path(), beside: None, commands };
-    let (monitor, pid, version) = start.run(supervisor).await?;
-    let (key, socket, durability) = (key.clone(), dir.backend_socket(), Durability::OnFlush);
-    Ok(Daemon { key, monitor, pid, version, socket, durability, since: Instant::now() })
+impl Workshop {
+    /// Starts the daemon on layers that nobody has open. It is to be stopped.
+    ///
+    /// A remote master at their bottom is opened where somebody says who we are to its server. Else
+    /// it is barred: what would need it fails.
+    pub async fn start(
+        &self,
+        layers: &[Layer],
+        credentials: Option<&Credentials>,
+        supervisor: &supervisor::Client,
+    ) -> Result<Daemon, Error> {
+        let bottom = credentials.and_then(|one| Bottom::of(layers, one));
+        let master = if bottom.is_some() { Remote::Open } else { Remote::Barred };
+        let start = self.begin(bottom, graph::workshop(layers, master));
+        let (monitor, pid, version) = start.run(supervisor).await?;
+        let (socket, durability) = (self.dir.backend_socket(), Durability::OnFlush);
+        let (key, since) = (self.key.clone(), Instant::now());
+        Ok(Daemon { key, monitor, pid, version, socket, durability, since })
+    }
+
+    /// Opens a remote master in the daemon, and says what it has. The daemon is to be killed.
+    pub async fn measure(
+        &self,
+        master: &Master,
+        supervisor: &supervisor::Client,
+    ) -> Result<Bytes, Error> {
+        let (monitor, ..) = self.begin(None, Vec::new()).run(supervisor).await?;
+        master.open(&monitor, &self.dir).await
+    }
+
+    fn begin(&self, bottom: Option<Bottom>, commands: Vec<Command>) -> Start<'_> {
+        let Self { key, program, dir } = self;
+        Start { key, program, dir, exclusive: dir.path(), beside: None, bottom, commands }
+    }
 }
 
 impl Launch {
@@ -169,6 +208,7 @@ impl Launch {
             dir: &self.dir,
             exclusive: &self.exclusive,
             beside: self.beside.as_ref(),
+            bottom: Bottom::of(&self.layers, &self.credentials),
             commands: graph::commands(plan),
         };
         let (monitor, pid, version) = start.run(supervisor).await?;
@@ -242,6 +282,9 @@ impl Start<'_> {
             monitor = self.monitor() => monitor?,
             end = self.end(supervisor) => return Err(end),
         };
+        if let Some(bottom) = &self.bottom {
+            bottom.open(&monitor, self.dir).await?;
+        }
         for command in self.commands.clone() {
             monitor.execute(command).await?;
         }
@@ -303,9 +346,11 @@ impl Error {
     /// Whether another attempt may end better: not after a refusal, which has a reason.
     fn may_pass(&self) -> bool {
         match self {
-            Self::Supervisor(_) | Self::Foreign { .. } | Self::Outdated { .. } | Self::Ended(_) => {
-                false
-            }
+            Self::Supervisor(_)
+            | Self::Master(_)
+            | Self::Foreign { .. }
+            | Self::Outdated { .. }
+            | Self::Ended(_) => false,
             Self::Monitor(error) => match error {
                 monitor::Error::Refused { .. } => false,
                 monitor::Error::Connect(_)

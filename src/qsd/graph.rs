@@ -6,6 +6,8 @@
 //!                                                                        file                    file
 //! ```
 //!
+//! A remote master is the lowest layer, and opened before (`Master`).
+//!
 //! The export is the relay's: VMs connect to that, not to the daemon.
 //!
 //! Pure: from the layers alone, bottom-up, every node named, nothing probed and no header asked.
@@ -18,8 +20,11 @@
 //! told of its end. Without, it ends the request itself. A daemon has one volume, so its main loop
 //! has little else to do.
 
-use super::Command;
-use crate::volume::{Format, Layer, Throttle};
+use super::{Command, master::FORMAT_NODE};
+use crate::{
+    source::Access,
+    volume::{Format, Layer, Throttle},
+};
 use serde_json::{Map, Value, json};
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -98,13 +103,14 @@ pub(super) enum Sharing {
     Handover,
 }
 
-/// Whether a layer takes writes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
-    /// It does.
-    Write,
-    /// It never changes.
-    Read,
+/// What becomes of a remote master at the bottom of layers.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Remote {
+    /// It is open already.
+    Open,
+    /// A disk of its size takes its place that fails every read, so that nothing can be made of
+    /// what is not there.
+    Barred,
 }
 
 /// The commands that build the graph and export it.
@@ -115,8 +121,11 @@ pub(super) fn commands(plan: Plan<'_>) -> Vec<Command> {
 }
 
 /// The commands that build the graph of layers that nobody has open, for work on them.
-pub(super) fn workshop(layers: &[Layer]) -> Vec<Command> {
-    stack(layers, Reads::Pass, &Throttle::default(), Sharing::Alone)
+pub(super) fn workshop(layers: &[Layer], master: Remote) -> Vec<Command> {
+    let bottom = layers.last().filter(|layer| layer.master().is_some() && master == Remote::Barred);
+    let barred = bottom.map(|layer| node(barred_node(layer)));
+    let stack = stack(layers, Reads::Pass, &Throttle::default(), Sharing::Alone);
+    barred.into_iter().chain(stack).collect()
 }
 
 fn stack(layers: &[Layer], reads: Reads, throttle: &Throttle, sharing: Sharing) -> Vec<Command> {
@@ -126,7 +135,7 @@ fn stack(layers: &[Layer], reads: Reads, throttle: &Throttle, sharing: Sharing) 
     let mut below: Option<String> = None;
     for (height, layer) in layers.iter().enumerate().rev() {
         let access = if height == 0 { Access::Write } else { Access::Read };
-        commands.push(node(layer_node(layer, below.as_deref(), access, sharing)));
+        commands.extend(layer_node(layer, below.as_deref(), access, sharing).map(node));
         below = Some(layer.file.node_name());
     }
     if reads == Reads::Copy && layers.len() > 1 {
@@ -172,10 +181,17 @@ fn limits(throttle: &Throttle) -> Value {
 
 /// Adds a layer that is to be put onto another.
 pub(super) fn add_overlay(overlay: &Layer) -> Command {
-    let mut arguments = layer_node(overlay, None, Access::Write, Sharing::Alone);
+    let arguments = layer_node(overlay, None, Access::Write, Sharing::Alone);
+    let mut arguments = arguments.expect("an overlay is a file of ours");
     // Without this the header would be asked (facts/qsd.md section 4).
     arguments["backing"] = Value::Null;
     node(arguments)
+}
+
+/// The nodes that a layer was made of, from the top one down.
+pub(super) fn nodes_of(layer: &Layer) -> Vec<String> {
+    let below = layer.master().map(|_| FORMAT_NODE.to_owned());
+    [layer.file.node_name()].into_iter().chain(below).collect()
 }
 
 /// The commands that build a disk of nothing, that lets so many requests pass a second, and export
@@ -204,11 +220,11 @@ pub(super) fn reopen(
     nodes: &Value,
 ) -> Option<Command> {
     let is_file = |node: &&Value| {
-        node["drv"] == "file" && node["file"].as_str().map(Path::new) == Some(&*layer.path)
+        node["drv"] == "file" && node["file"].as_str().map(Path::new) == layer.path()
     };
     let file = nodes.as_array()?.iter().find(is_file)?["node-name"].clone();
     let below = below.map(|below| below.file.node_name());
-    let mut node = layer_node(layer, below.as_deref(), access, Sharing::Alone);
+    let mut node = layer_node(layer, below.as_deref(), access, Sharing::Alone)?;
     node["file"] = file;
     Some(Command::new("blockdev-reopen", json!({ "options": [node] })))
 }
@@ -244,7 +260,14 @@ pub(super) fn layers_of(graph: &Value) -> (Vec<String>, BTreeSet<String>) {
 /// `cache` and `discard` must be said both of the format node and of the file below it
 /// (facts/qsd.md section 14). The file is inline, so it goes when the layer goes (section 4), and it
 /// is read-only or not as the layer is: work on a frozen layer reopens both.
-fn layer_node(layer: &Layer, below: Option<&str>, access: Access, sharing: Sharing) -> Value {
+///
+/// None for a remote master, which is not opened so.
+fn layer_node(
+    layer: &Layer,
+    below: Option<&str>,
+    access: Access,
+    sharing: Sharing,
+) -> Option<Value> {
     let mut node = json!({
         "driver": layer.format.as_str(),
         "node-name": layer.file.node_name(),
@@ -253,7 +276,7 @@ fn layer_node(layer: &Layer, below: Option<&str>, access: Access, sharing: Shari
         "cache": { "direct": true },
         "file": {
             "driver": "file",
-            "filename": layer.path,
+            "filename": layer.path()?,
             "aio": "io_uring",
             "discard": "unmap",
             "cache": { "direct": true },
@@ -267,7 +290,17 @@ fn layer_node(layer: &Layer, below: Option<&str>, access: Access, sharing: Shari
         Format::Raw => {}
         Format::Qcow2 => node["backing"] = below.into(),
     }
-    node
+    Some(node)
+}
+
+fn barred_node(layer: &Layer) -> Value {
+    json!({
+        "driver": "blkdebug",
+        "node-name": layer.file.node_name(),
+        "read-only": true,
+        "image": { "driver": "null-co", "size": layer.size.count() },
+        "inject-error": [{ "event": "none", "iotype": "read" }],
+    })
 }
 
 pub(super) fn export(socket: &Path, durability: Durability) -> Value {
@@ -285,12 +318,21 @@ pub(super) fn export(socket: &Path, durability: Durability) -> Value {
 #[cfg(test)]
 mod test {
     use super::*;
-    use crate::{units::Bytes, volume::LayerId};
+    use crate::{
+        units::Bytes,
+        volume::{LayerId, Login, Master, Place},
+    };
 
     fn layer(format: Format) -> Layer {
         let id = LayerId::draw();
-        let path = format!("/pool/layers/{id}").into();
-        Layer { id, file: id, path, format, size: Bytes::gib(1) }
+        let place = Place::File(format!("/pool/layers/{id}").into());
+        Layer { id, file: id, place, format, size: Bytes::gib(1) }
+    }
+
+    fn remote() -> Layer {
+        let source = "nbd://host/e".parse().unwrap();
+        let master = Master { source, login: Login::Open };
+        Layer { place: Place::Master(master), ..layer(Format::Raw) }
     }
 
     fn built(layers: &[Layer], reads: Reads, durability: Durability) -> Vec<Command> {
@@ -319,6 +361,22 @@ mod test {
     fn nothing_is_copied_on_read_where_there_is_nothing_below() {
         let commands = built(&[layer(Format::Raw)], Reads::Copy, Durability::OnFlush);
         assert!(commands.iter().all(|command| command.arguments["driver"] != "copy-on-read"));
+    }
+
+    #[test]
+    fn a_master_is_stood_on_as_it_was_opened_or_cannot_be_read() {
+        let layers = [layer(Format::Qcow2), remote()];
+        let master = layers[1].file.node_name();
+        for (remote, bottom) in [(Remote::Open, None), (Remote::Barred, Some("blkdebug"))] {
+            let commands = workshop(&layers, remote);
+            let node = |name: &str| {
+                let nodes = commands.iter().map(|command| &command.arguments);
+                nodes.into_iter().find(|node| node["node-name"] == name)
+            };
+            assert_eq!(node(&layers[0].file.node_name()).unwrap()["backing"], master);
+            assert_eq!(node(&master).map(|node| node["driver"].as_str().unwrap()), bottom);
+        }
+        assert_eq!(nodes_of(&layers[1]), [master, "master".to_owned()]);
     }
 
     #[test]

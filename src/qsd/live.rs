@@ -5,10 +5,11 @@
 
 use super::{
     Command, Daemon, Durability,
-    graph::{self, Access, TOP},
+    graph::{self, TOP},
     monitor::Error,
 };
 use crate::{
+    source::Access,
     units::Bytes,
     volume::{Layer, Throttle, Way},
 };
@@ -81,8 +82,11 @@ impl Daemon {
 
     /// Closes a layer that nothing stands on.
     pub async fn close_layer(&self, layer: &Layer) -> Result<(), Error> {
-        let arguments = json!({ "node-name": layer.file.node_name() });
-        self.execute(Command::new("blockdev-del", arguments)).await.map(drop)
+        for name in graph::nodes_of(layer) {
+            let arguments = json!({ "node-name": name });
+            self.execute(Command::new("blockdev-del", arguments)).await?;
+        }
+        Ok(())
     }
 
     /// Opens a layer again, on what it stands on now. All that was moved into it is durable then:
@@ -95,7 +99,7 @@ impl Daemon {
     ) -> Result<(), Error> {
         let nodes = self.execute(Command::new("query-named-block-nodes", json!({}))).await?;
         let reopen = graph::reopen(layer, below, access, &nodes).ok_or_else(|| {
-            let desc = format!("{} is not open", layer.path.display());
+            let desc = format!("{} is not open", layer.place);
             Error::Refused { command: "blockdev-reopen", desc }
         })?;
         self.execute(reopen).await.map(drop)

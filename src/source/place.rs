@@ -81,13 +81,13 @@ impl Place {
 
     pub(super) fn access(&self) -> Access {
         match self {
-            Self::Http { .. } | Self::Rbd(Rbd { snapshot: Some(_), .. }) => Access::ReadOnly,
+            Self::Http { .. } | Self::Rbd(Rbd { snapshot: Some(_), .. }) => Access::Read,
             Self::Nbd { .. }
             | Self::Iscsi { .. }
             | Self::Ssh { .. }
             | Self::Nfs { .. }
             | Self::Rbd(Rbd { snapshot: None, .. })
-            | Self::Gluster { .. } => Access::ReadWrite,
+            | Self::Gluster { .. } => Access::Write,
         }
     }
 

@@ -69,6 +69,8 @@ pub(super) fn spawn(
     let log = open_log(&dir.log())?;
     let mut child = Command::new(&spawn.program)
         .args(&spawn.arguments)
+        // That of whoever started us is none of its business.
+        .env("SSH_AUTH_SOCK", dir.agent_socket())
         .stdin(Stdio::from(own))
         .stdout(Stdio::from(exclusive))
         .stderr(Stdio::from(log))

@@ -76,9 +76,16 @@ pub struct Ranges {
 #[derive(Debug)]
 struct Open {
     layer: Layer,
-    file: File,
-    /// Of an image, where it says what it provides.
-    map: Option<qcow2::Map>,
+    content: Content,
+}
+
+/// Where a layer says what it provides.
+#[derive(Debug)]
+enum Content {
+    Raw(File),
+    Image(File, qcow2::Map),
+    /// It does not say, so it is all there.
+    Master,
 }
 
 impl Ranges {
@@ -173,23 +180,32 @@ fn between<'a>(base: &'a Snapshot, target: &'a Snapshot) -> Result<&'a [Layer], 
 impl Open {
     fn of(layer: Layer) -> Result<Self, Error> {
         let open = || {
-            let file = File::open(&layer.path)?;
-            let map = match layer.format {
-                Format::Raw => None,
-                Format::Qcow2 => Some(qcow2::Map::read(&file)?),
-            };
-            Ok((file, map))
+            let Some(path) = layer.path() else { return Ok(Content::Master) };
+            let file = File::open(path)?;
+            Ok(match layer.format {
+                Format::Raw => Content::Raw(file),
+                Format::Qcow2 => {
+                    let map = qcow2::Map::read(&file)?;
+                    Content::Image(file, map)
+                }
+            })
         };
         match open() {
-            Ok((file, map)) => Ok(Self { layer, file, map }),
+            Ok(content) => Ok(Self { layer, content }),
             Err(source) => Err(unreadable(&layer, source)),
         }
     }
 
     fn within(&self, window: &Range<u64>) -> Result<Extents, Error> {
-        let found = match &self.map {
-            None => raw_allocation(&self.file, window.clone()).map_err(LayerError::Io),
-            Some(map) => map.within(&self.file, window.clone()).map_err(LayerError::Image),
+        let found = match &self.content {
+            Content::Raw(file) => raw_allocation(file, window.clone()).map_err(LayerError::Io),
+            Content::Image(file, map) => {
+                map.within(file, window.clone()).map_err(LayerError::Image)
+            }
+            Content::Master => {
+                let end = window.end.min(self.layer.size.count());
+                Ok(Extents::from(window.start.min(end)..end))
+            }
         };
         found.map_err(|source| unreadable(&self.layer, source))
     }
@@ -200,5 +216,5 @@ fn provided(layers: &[Open], window: &Range<u64>) -> Result<Extents, Error> {
 }
 
 fn unreadable(layer: &Layer, source: LayerError) -> Error {
-    Error::Unreadable { layer: layer.id, path: layer.path.clone(), source }
+    Error::Unreadable { layer: layer.id, place: layer.place.clone(), source }
 }

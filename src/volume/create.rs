@@ -1,4 +1,4 @@
-//! Creation of a volume: blank, or on a snapshot or another volume.
+//! Creation of a volume: blank, or on a snapshot, another volume, or a remote master.
 //!
 //! ```text
 //! begin: intent -- (overlay on the source volume) | freeze, by the node | finish: layer, its record -- Ready
@@ -8,7 +8,7 @@
 //! takes back at once.
 
 use super::{
-    AccessMode, Begun, Claim, Content, CopyMode, Error, Format, Freeze, LayerId, Outcome,
+    AccessMode, Begun, Claim, Content, CopyMode, Error, Format, Freeze, LayerId, Master, Outcome,
     Parameters, SizeRange, Throttle, Volume, VolumeId, Volumes, record,
     record::{Detach, LayerRecord, Phase, VolumeRecord},
     state::{Hold, Kept},
@@ -37,6 +37,19 @@ pub struct NewVolume {
     pub access_modes: BTreeSet<AccessMode>,
     /// What to make it from, if not blank.
     pub content: Option<Content>,
+    /// The master that its parameters name, once it was looked at.
+    pub master: Option<FoundMaster>,
+}
+
+/// A remote master that was looked at.
+#[derive(Clone, Debug)]
+pub struct FoundMaster {
+    /// Where it is.
+    pub master: Master,
+    /// How its bytes lie there.
+    pub format: Format,
+    /// What it has.
+    pub size: Bytes,
 }
 
 /// A volume that is being created.
@@ -55,6 +68,8 @@ enum Base {
     Frozen(Hold),
     /// The active layer of another volume, which is to be frozen first.
     Active(Freeze),
+    /// A remote master, of which a record is to be made.
+    Master(LayerId, Box<LayerRecord>),
 }
 
 /// Where a new volume goes, and on what.
@@ -69,7 +84,7 @@ impl Creation {
     pub fn freeze(&self) -> Option<&Freeze> {
         match &self.base {
             Some(Base::Active(freeze)) => Some(freeze),
-            Some(Base::Frozen(_)) | None => None,
+            Some(Base::Frozen(_) | Base::Master(..)) | None => None,
         }
     }
 }
@@ -79,6 +94,7 @@ impl Base {
         match self {
             Self::Frozen(hold) => hold.layer(),
             Self::Active(freeze) => freeze.frozen(),
+            Self::Master(layer, _) => *layer,
         }
     }
 }
@@ -139,7 +155,7 @@ impl Volumes {
         intent: &VolumeRecord,
         base: Option<LayerId>,
     ) -> Result<(), pool::Error> {
-        let Phase::Creating { active, overlay } = intent.phase else { return Ok(()) };
+        let Phase::Creating { active, overlay, master } = intent.phase else { return Ok(()) };
         if let (Some(overlay), Some(Content::Volume(source))) = (overlay, &intent.content) {
             self.discard_overlay(pool, source, overlay)?;
         }
@@ -149,6 +165,9 @@ impl Volumes {
         // The snapshot that it stood on may have been deleted meanwhile.
         if let Some(base) = base {
             self.reclaim(base)?;
+        }
+        if let Some(master) = master {
+            self.forget_layer(pool, master)?;
         }
         pool.remove_lock(id)?;
         let path = pool.record(Kind::Volume, id);
@@ -161,6 +180,11 @@ impl Volumes {
         crash::point("volume-create-intent");
         match base {
             Some(Base::Active(freeze)) => self.make_overlay(freeze),
+            Some(Base::Master(layer, record)) => {
+                self.add_layer(pool, *layer, LayerRecord::clone(record))?;
+                crash::point("volume-create-master");
+                Ok(())
+            }
             Some(Base::Frozen(_)) | None => Ok(()),
         }
     }
@@ -171,17 +195,21 @@ impl Volumes {
         let layer = match base {
             None => {
                 let format = intent.parameters.format().unwrap_or(Format::Raw);
-                LayerRecord::bottom(format, intent.size)
+                Some(LayerRecord::bottom(format, intent.size))
             }
-            Some(base) => LayerRecord {
+            // The volume is the master.
+            Some(Base::Master(layer, _)) if *layer == active => None,
+            Some(base) => Some(LayerRecord {
                 detach: intent.detach(),
                 ..LayerRecord::overlay(base.layer(), intent.size)
-            },
+            }),
         };
-        pool.create_layer(active, layer.format, layer.size)?;
-        crash::point("volume-create-layer");
-        self.add_layer(pool, active, layer)?;
-        crash::point("volume-create-layer-record");
+        if let Some(layer) = layer {
+            pool.create_layer(active, layer.format, layer.size)?;
+            crash::point("volume-create-layer");
+            self.add_layer(pool, active, layer)?;
+            crash::point("volume-create-layer-record");
+        }
         pool.lock_of(id)?; // now, as a pool that is full later has no room for it
         let ready = intent.in_phase(Phase::Ready { active });
         record(pool, &pool.record(Kind::Volume, id), &ready)?;
@@ -206,6 +234,9 @@ impl Volumes {
 
     fn place(&self, pools: &[Arc<Pool>], new: &NewVolume) -> Result<Place, Error> {
         let Some(content) = &new.content else {
+            if new.parameters.source().is_some() {
+                return self.place_on_master(pools, new);
+            }
             let size = new.size.chosen();
             let pool = self.roomiest(pools, size)?;
             return Ok(Place { pool, size, base: None });
@@ -224,6 +255,24 @@ impl Volumes {
         }
         self.roomiest(std::slice::from_ref(&pool), size)?;
         Ok(Place { pool, size, base: Some(base) })
+    }
+
+    /// A volume that is its master has the size of it, and takes no space here.
+    fn place_on_master(&self, pools: &[Arc<Pool>], new: &NewVolume) -> Result<Place, Error> {
+        let found = new.master.as_ref().expect("a master is looked at before it is built on");
+        let (master, size) = (found.master.source.clone(), found.size);
+        let base = Some(Base::Master(LayerId::draw(), Box::new(found.record())));
+        if new.parameters.copy_mode() == CopyMode::None {
+            if !new.size.accepts(size) {
+                return Err(Error::NotSizeOfMaster { master, size });
+            }
+            let pool = self.roomiest(pools, Bytes::ZERO)?;
+            return Ok(Place { pool, size, base });
+        }
+        let chosen = new.size.chosen_for(size);
+        let size = chosen.ok_or(Error::SmallerThanMaster { master, size })?;
+        let pool = self.roomiest(pools, size)?;
+        Ok(Place { pool, size, base })
     }
 
     /// What a volume is to stand on: its pool and its size, too.
@@ -267,9 +316,14 @@ impl Volumes {
 
 impl NewVolume {
     fn intent(self, size: Bytes, base: Option<&Base>) -> VolumeRecord {
-        let overlay = match base {
-            Some(Base::Active(freeze)) => Some(freeze.overlay()),
-            Some(Base::Frozen(_)) | None => None,
+        let active = match base {
+            Some(Base::Master(layer, _)) if self.parameters.copy_mode() == CopyMode::None => *layer,
+            Some(_) | None => LayerId::draw(),
+        };
+        let (overlay, master) = match base {
+            Some(Base::Active(freeze)) => (Some(freeze.overlay()), None),
+            Some(Base::Master(layer, _)) if *layer != active => (None, Some(*layer)),
+            Some(Base::Frozen(_) | Base::Master(..)) | None => (None, None),
         };
         VolumeRecord {
             version: store::Version,
@@ -279,8 +333,15 @@ impl NewVolume {
             access_modes: self.access_modes,
             content: self.content,
             throttle: self.throttle,
-            phase: Phase::Creating { active: LayerId::draw(), overlay },
+            phase: Phase::Creating { active, overlay, master },
         }
+    }
+}
+
+impl FoundMaster {
+    fn record(&self) -> LayerRecord {
+        let master = Some(self.master.clone());
+        LayerRecord { master, ..LayerRecord::bottom(self.format, self.size) }
     }
 }
 
@@ -309,7 +370,7 @@ fn difference(old: &VolumeRecord, new: &NewVolume) -> Option<String> {
         return Some(format!("capacity_range: it has {old} bytes, not {new}"));
     }
     if old.parameters != new.parameters {
-        let (old, new) = (old.parameters.given(), new.parameters.given());
+        let (old, new) = (old.parameters.shown(), new.parameters.shown());
         return Some(format!("parameters: {old:?}, not {new:?}"));
     }
     if old.access_modes != new.access_modes {

@@ -13,7 +13,7 @@ use super::{
     state::{Kept, layer_record},
 };
 use crate::{crash, pool, qcow2, units::Bytes};
-use std::{fs::OpenOptions, io};
+use std::{fs::OpenOptions, io, path::Path};
 
 impl Volumes {
     /// Decides on the new size of a volume: what it grows to, or `None` where it is as large
@@ -27,6 +27,7 @@ impl Volumes {
         if range.accepts(volume.size()) {
             return Ok(None);
         }
+        volume.refuse_master()?;
         let size = range.chosen();
         if size < volume.size() {
             let (volume, is) = (volume.id.clone(), volume.size());
@@ -110,17 +111,18 @@ impl Volume {
 
     /// Gives the image of a layer the size that is recorded of it.
     pub(super) fn pool_grows(&self, layer: &Layer) -> Result<(), pool::Error> {
-        grow(layer).map_err(|source| pool::Error::Io {
+        let Some(path) = layer.path() else { return Ok(()) };
+        grow(path, layer).map_err(|source| pool::Error::Io {
             pool: self.pool.name().clone(),
             action: "growing layer",
-            path: layer.path.clone(),
+            path: path.to_owned(),
             source,
         })
     }
 }
 
-fn grow(layer: &Layer) -> io::Result<()> {
-    let file = OpenOptions::new().read(true).write(true).open(&layer.path)?;
+fn grow(path: &Path, layer: &Layer) -> io::Result<()> {
+    let file = OpenOptions::new().read(true).write(true).open(path)?;
     match layer.format {
         Format::Raw if file.metadata()?.len() < layer.size.count() => {
             file.set_len(layer.size.count())?;

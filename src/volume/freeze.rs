@@ -65,6 +65,7 @@ impl Volumes {
     /// Plans to freeze the active layer of a volume. Nothing is written yet.
     pub(super) fn plan_freeze(&self, volume: &VolumeId) -> Result<Freeze, Error> {
         let found = self.find(volume)?;
+        found.refuse_master()?;
         let active = found.record.phase.active();
         let frozen = self.state.hold(active).ok_or_else(|| Error::NotFound(volume.clone()))?;
         let (pool, size) = (found.pool.clone(), found.size());

@@ -1,8 +1,13 @@
 //! One layer, as a daemon or a person wants to know it.
 
 use super::{Format, LayerId};
-use crate::units::Bytes;
-use std::{fs, os::unix::fs::MetadataExt as _, path::PathBuf};
+use crate::{source::Source, units::Bytes};
+use serde::{Deserialize, Serialize};
+use std::{
+    fmt, fs,
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
+};
 
 /// One layer of a volume or snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -12,18 +17,72 @@ pub struct Layer {
     /// The id under which its file lies, which names its node in a block graph.
     pub file: LayerId,
     /// Where its bytes lie.
-    pub path: PathBuf,
+    pub place: Place,
     /// How they lie there.
     pub format: Format,
     /// Size it presents.
     pub size: Bytes,
 }
 
+/// Where the bytes of a layer lie.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// In a file of the pool.
+    File(PathBuf),
+    /// On another machine: it is always the bottom.
+    Master(Master),
+}
+
+/// A remote master, as the record of a layer has it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Master {
+    /// Where it is, and how it is reached.
+    pub source: Source,
+    /// What it took to be let in when it was looked at first.
+    pub login: Login,
+}
+
+/// Whether a server was given secrets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Login {
+    /// None, so it can be opened at any time.
+    Open,
+    /// Some, which are not kept: it can be opened while it is staged.
+    Secrets,
+}
+
 impl Layer {
     /// What the pool really spends on it; nothing for one that is not there.
     pub fn allocated(&self) -> Bytes {
         // POSIX: st_blocks counts units of 512 bytes whatever the block size.
-        let data = fs::metadata(&self.path);
+        let data = self.path().and_then(|path| fs::metadata(path).ok());
         data.map_or(Bytes::ZERO, |data| Bytes::new(data.blocks().saturating_mul(512)))
+    }
+
+    /// Its file, if it has one.
+    pub fn path(&self) -> Option<&Path> {
+        match &self.place {
+            Place::File(path) => Some(path),
+            Place::Master(_) => None,
+        }
+    }
+
+    /// The master that it is, if it is one.
+    pub fn master(&self) -> Option<&Master> {
+        match &self.place {
+            Place::File(_) => None,
+            Place::Master(master) => Some(master),
+        }
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::File(path) => path.display().fmt(out),
+            Self::Master(master) => master.source.fmt(out),
+        }
     }
 }

@@ -1,7 +1,10 @@
 //! What a caller may say of a volume: `StorageClass` parameters, sizes and access modes.
 
 use super::{Format, InvalidName, PoolName, Throttle};
-use crate::units::Bytes;
+use crate::{
+    source::{Access, InvalidSource, Source},
+    units::Bytes,
+};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -10,6 +13,9 @@ pub const GRAIN: Bytes = Bytes::new(4096);
 
 /// The size of a volume when a caller names none.
 pub(super) const DEFAULT_SIZE: Bytes = Bytes::gib(1);
+
+/// The key of a remote master.
+const SOURCE: &str = "source";
 
 /// Keys that the external-provisioner adds for its own use.
 const RESERVED: &str = "csi.storage.k8s.io/";
@@ -22,6 +28,8 @@ pub struct Parameters {
     pool: Option<PoolName>,
     cache: Cache,
     format: Option<Format>,
+    source: Option<Source>,
+    source_format: Option<Format>,
     copy_mode: CopyMode,
     clone_speed: Bytes,
     throttle: Throttle,
@@ -60,8 +68,8 @@ pub enum Cache {
 pub enum ParameterError {
     /// No such key.
     #[error(
-        "parameters: unknown key {0:?}; known are pool, publish, format, cache, copyMode, \
-         cloneBytesPerSecond and the limits (iops, bytesPerSecond, ...)"
+        "parameters: unknown key {0:?}; known are pool, publish, format, cache, source, \
+         sourceFormat, copyMode, cloneBytesPerSecond and the limits (iops, bytesPerSecond, ...)"
     )]
     Unknown(String),
     /// The key cannot be changed, or there is no such key.
@@ -111,6 +119,18 @@ pub enum ParameterError {
     /// The pool cannot be one.
     #[error("parameters: pool")]
     Pool(#[from] InvalidName),
+    /// The source cannot be one.
+    #[error("parameters: source")]
+    Source(#[from] InvalidSource),
+    /// The format of a source that is not there.
+    #[error("parameters: sourceFormat is {0:?}, and there is no source")]
+    NoSource(&'static str),
+    /// The volume is to be a source that cannot be written.
+    #[error(
+        "parameters: copyMode is \"none\", and source {0} can only be read; use copy-on-write, \
+         copy-on-read or clone"
+    )]
+    ReadOnlySource(Source),
 }
 
 impl Parameters {
@@ -129,6 +149,16 @@ impl Parameters {
         self.format
     }
 
+    /// The remote master it starts from where it is made from nothing else.
+    pub fn source(&self) -> Option<&Source> {
+        self.source.as_ref()
+    }
+
+    /// How the bytes of the master lie there: it is never probed.
+    pub fn source_format(&self) -> Format {
+        self.source_format.unwrap_or(Format::Raw)
+    }
+
     /// How it stands to its source.
     pub fn copy_mode(&self) -> CopyMode {
         self.copy_mode
@@ -144,9 +174,27 @@ impl Parameters {
         &self.throttle
     }
 
-    /// The parameters as they were given, without those that are not ours.
-    pub fn given(&self) -> &BTreeMap<String, String> {
-        &self.given
+    /// The parameters as they were given, without those that are not ours; of a source, what may be
+    /// seen.
+    pub fn shown(&self) -> BTreeMap<String, String> {
+        let mut shown = self.given.clone();
+        if let (Some(text), Some(source)) = (shown.get_mut(SOURCE), &self.source) {
+            *text = source.to_string();
+        }
+        shown
+    }
+
+    /// What goes with a source, and not without.
+    fn check_source(&self) -> Result<(), ParameterError> {
+        match (&self.source, self.source_format) {
+            (None, Some(format)) => Err(ParameterError::NoSource(format.as_str())),
+            (Some(source), _)
+                if self.copy_mode == CopyMode::None && source.access() == Access::Read =>
+            {
+                Err(ParameterError::ReadOnlySource(source.clone()))
+            }
+            (Some(_) | None, _) => Ok(()),
+        }
     }
 }
 
@@ -162,6 +210,10 @@ impl TryFrom<BTreeMap<String, String>> for Parameters {
                 "publish" => only("publish", &value, "vhost-user")?,
                 "cache" => parameters.cache = one_of("cache", &value, &CACHES)?,
                 "format" => parameters.format = Some(one_of("format", &value, &FORMATS)?),
+                SOURCE => parameters.source = Some(value.parse()?),
+                "sourceFormat" => {
+                    parameters.source_format = Some(one_of("sourceFormat", &value, &FORMATS)?);
+                }
                 "copyMode" => parameters.copy_mode = one_of("copyMode", &value, &COPY_MODES)?,
                 "cloneBytesPerSecond" => parameters.clone_speed = clone_speed(&value)?,
                 _ if Throttle::is_key(&key) => _ = limits.insert(key.clone(), value.clone()),
@@ -171,6 +223,7 @@ impl TryFrom<BTreeMap<String, String>> for Parameters {
             parameters.given.insert(key, value);
         }
         parameters.throttle = Throttle::default().with(&limits)?;
+        parameters.check_source()?;
         Ok(parameters)
     }
 }

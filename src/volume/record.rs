@@ -1,6 +1,6 @@
 //! The durable records of the domain, as they lie in a pool (design: Records).
 
-use super::{AccessMode, LayerId, Parameters, SnapshotId, Throttle, VolumeId};
+use super::{AccessMode, LayerId, Master, Parameters, SnapshotId, Throttle, VolumeId};
 use crate::{store::Version, units::Bytes};
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeSet, time::SystemTime};
@@ -48,6 +48,9 @@ pub(super) enum Phase {
         /// The layer that is put onto the source, so that the volume can stand on what was active.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         overlay: Option<LayerId>,
+        /// The remote master that it is to stand on.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        master: Option<LayerId>,
     },
     /// Usable.
     Ready { active: LayerId },
@@ -106,6 +109,9 @@ pub(super) struct LayerRecord {
     pub(super) format: Format,
     /// Size it presents.
     pub(super) size: Bytes,
+    /// The remote master that it is: then it has no file, and stands on nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) master: Option<Master>,
     /// The layer whose file holds its bytes, where that is not its own: it was committed into that
     /// file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -145,6 +151,7 @@ impl LayerRecord {
             parent: None,
             format,
             size,
+            master: None,
             file: None,
             detach: None,
             leftovers: None,

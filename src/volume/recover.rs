@@ -293,9 +293,12 @@ fn check_image(active: &Layer, size: Bytes) -> Result<(), String> {
     check_size(active, size, active.size)
 }
 
+/// A remote master is looked at when it is opened.
 fn check_size(layer: &Layer, least: Bytes, most: Bytes) -> Result<(), String> {
-    let path = layer.path.display();
-    let found = size_of(layer).map_err(|error| format!("layer {path}: {error}"))?;
+    let Some(path) = layer.path() else { return Ok(()) };
+    let found = size_of(path, layer.format);
+    let path = path.display();
+    let found = found.map_err(|error| format!("layer {path}: {error}"))?;
     if found < least || found > most {
         let (found, recorded) = (found.count(), layer.size.count());
         return Err(format!("layer {path}: it has {found} bytes, and {recorded} are recorded"));
@@ -304,14 +307,14 @@ fn check_size(layer: &Layer, least: Bytes, most: Bytes) -> Result<(), String> {
 }
 
 /// The size that an image presents.
-fn size_of(layer: &Layer) -> Result<Bytes, String> {
-    match layer.format {
+fn size_of(path: &Path, format: Format) -> Result<Bytes, String> {
+    match format {
         Format::Raw => {
-            let data = fs::metadata(&layer.path).map_err(|error| error.to_string())?;
+            let data = fs::metadata(path).map_err(|error| error.to_string())?;
             Ok(Bytes::new(data.len()))
         }
         Format::Qcow2 => {
-            let file = File::open(&layer.path).map_err(|error| error.to_string())?;
+            let file = File::open(path).map_err(|error| error.to_string())?;
             let header = qcow2::header(&file).map_err(|error| Chain(&error).to_string())?;
             Ok(header.size())
         }

@@ -2,7 +2,7 @@
 
 use super::{
     LayerId, PoolName, SnapshotId, VolumeId,
-    layer::Layer,
+    layer::{Layer, Place},
     record::{LayerRecord, SnapshotRecord, VolumeRecord},
     work::Jobs,
 };
@@ -133,7 +133,7 @@ impl State {
         Some(Layer {
             id,
             file: file_of(id, record),
-            path: path_of(pool, id, record),
+            place: place_of(pool, id, record),
             format: record.format,
             size: record.size,
         })
@@ -187,8 +187,11 @@ pub(super) fn file_of(id: LayerId, record: &LayerRecord) -> LayerId {
     record.file.unwrap_or(id)
 }
 
-fn path_of(pool: &Pool, id: LayerId, record: &LayerRecord) -> PathBuf {
-    pool.layer(file_of(id, record), record.format)
+fn place_of(pool: &Pool, id: LayerId, record: &LayerRecord) -> Place {
+    match &record.master {
+        None => Place::File(pool.layer(file_of(id, record), record.format)),
+        Some(master) => Place::Master(master.clone()),
+    }
 }
 
 /// Where the record of a layer lies.

@@ -15,7 +15,7 @@
 //! This module says what is to be done and records what was done. The node does it (`node::tend`).
 
 use super::{
-    Error, InFlight, Layer, LayerId, SnapshotId, VolumeId, Volumes, record,
+    Error, InFlight, Layer, LayerId, Login, SnapshotId, VolumeId, Volumes, record,
     record::{LayerRecord, Leftovers},
     state::{KeptLayer, Shared, State, file_of, layer_record},
 };
@@ -405,7 +405,7 @@ impl State {
             }
         }
         let plan = |(lower, children): (LayerId, Vec<LayerId>)| match children[..] {
-            [upper] if self.is_unnamed(lower) => Some(Plan { upper, lower, kind: Kind::Merge }),
+            [upper] if self.can_merge(lower) => Some(Plan { upper, lower, kind: Kind::Merge }),
             _ => None,
         };
         children.into_iter().filter_map(plan).collect()
@@ -421,7 +421,7 @@ impl State {
             }
             let mut pairs = chain.windows(2).rev();
             pairs.find_map(|pair| match pair {
-                [upper, lower] if self.is_unnamed(*lower) => {
+                [upper, lower] if self.can_merge(*lower) => {
                     Some(Plan { upper: *upper, lower: *lower, kind: Kind::Bypass })
                 }
                 _ => None,
@@ -430,8 +430,18 @@ impl State {
         active.filter_map(plan).collect()
     }
 
-    fn is_unnamed(&self, id: LayerId) -> bool {
-        self.snapshots_of(id).next().is_none() && !self.is_held(id)
+    /// Whether a layer can go when its one child has what is in it. A master is no part of this: it
+    /// is copied where that was asked for, and only then.
+    fn can_merge(&self, id: LayerId) -> bool {
+        let is_master = self.layers.get(&id).is_some_and(|layer| layer.record.master.is_some());
+        self.snapshots_of(id).next().is_none() && !self.is_held(id) && !is_master
+    }
+
+    /// Whether the layers below can be opened where nobody has them open.
+    fn opens_without_secrets(&self, id: LayerId) -> bool {
+        let layers = self.layers_from(id).unwrap_or_default();
+        let login = layers.last().and_then(Layer::master).map(|master| master.login);
+        login.is_none_or(|login| login == Login::Open)
     }
 
     /// How and where a plan can be carried out now, if it can.
@@ -461,6 +471,11 @@ impl State {
         }
         let site = site(&volumes, used)?;
         let way = match plan.kind {
+            Kind::Detach(_)
+                if site == Site::Workshop && !self.opens_without_secrets(plan.upper) =>
+            {
+                return None;
+            }
             Kind::Detach(bytes_per_second) => Way::Stream { base: None, bytes_per_second },
             Kind::Bypass => self.stream(plan.lower),
             Kind::Merge => {

@@ -13,7 +13,7 @@ pub(crate) enum Source {
 }
 
 impl Source {
-    fn message(&self) -> pb::VolumeContentSource {
+    pub(crate) fn message(&self) -> pb::VolumeContentSource {
         let r#type = match self.clone() {
             Self::Snapshot(snapshot_id) => Type::Snapshot(SnapshotSource { snapshot_id }),
             Self::Volume(volume_id) => Type::Volume(VolumeSource { volume_id }),

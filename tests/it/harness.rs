@@ -37,6 +37,7 @@ pub(crate) struct Driver {
     process: Option<Child>,
     channel: Channel,
     qsd: PathBuf,
+    log_level: &'static str,
 }
 
 /// A part that `make setup` installs.
@@ -93,7 +94,7 @@ impl Driver {
         let scratch = tempfile::Builder::new().prefix("qsd-").tempdir().unwrap();
         let address = format!("unix://{}", scratch.path().join("csi.sock").display());
         let channel = tonic::transport::Endpoint::try_from(address).unwrap().connect_lazy();
-        let mut driver = Self { scratch, process: None, channel, qsd };
+        let mut driver = Self { scratch, process: None, channel, qsd, log_level: "info" };
         driver.launch(arguments, None);
         driver.answers().await;
         driver
@@ -116,6 +117,7 @@ impl Driver {
             .arg(&self.qsd)
             .args(arguments)
             .env_remove("CSI_ENDPOINT")
+            .env("QSD_CSI_LOG", self.log_level)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log);
@@ -164,6 +166,11 @@ impl Driver {
         signal(process.id().try_into().unwrap(), "TERM");
         // Our own connection must live on to say farewell.
         tokio::task::spawn_blocking(move || process.wait().unwrap()).await.unwrap()
+    }
+
+    /// Has all of it that is started from now on log all it can.
+    pub(crate) fn log_everything(&mut self) {
+        self.log_level = "trace";
     }
 
     /// Kills the driver and starts it again.

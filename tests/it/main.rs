@@ -24,6 +24,7 @@ mod model;
 mod processes;
 mod qsd;
 mod relay;
+mod remote;
 mod sanity;
 mod spec;
 mod storm;

@@ -231,7 +231,7 @@ fn run(command: &mut Command) {
 }
 
 /// What a snapshot holds, as the driver tells it.
-async fn allocated(driver: &Driver, snapshot: &str) -> Result<Extents, Status> {
+pub(crate) async fn allocated(driver: &Driver, snapshot: &str) -> Result<Extents, Status> {
     let told = allocated_from(driver, snapshot, 0, 0).await?;
     Ok(told.blocks.into_iter().collect())
 }
@@ -285,7 +285,7 @@ async fn allocated_from(
 }
 
 /// In what a snapshot differs from an earlier one, as the driver tells it.
-async fn delta(driver: &Driver, base: &str, target: &str) -> Result<Extents, Status> {
+pub(crate) async fn delta(driver: &Driver, base: &str, target: &str) -> Result<Extents, Status> {
     let told = delta_from(driver, base, target, 0, 0).await?;
     Ok(told.blocks.into_iter().collect())
 }

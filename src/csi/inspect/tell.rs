@@ -101,7 +101,7 @@ impl Teller {
             pool: volume.pool().to_string(),
             capacity_bytes: volume.size().into(),
             allocated_bytes: self.sight.allocated(volume.layers()).into(),
-            parameters: volume.parameters().given().clone().into_iter().collect(),
+            parameters: volume.parameters().shown().into_iter().collect(),
             layers: self.chain(volume.layers()),
             attachment: None,
             damage: String::new(),
@@ -159,7 +159,7 @@ fn layer(standing: &Standing) -> pb::Layer {
     let Standing { layer, .. } = standing;
     let id = |id: &LayerId| id.to_string();
     pb::Layer {
-        path: text(&layer.path),
+        path: layer.place.to_string(),
         format: layer.format.as_str().to_owned(),
         capacity_bytes: layer.size.into(),
         allocated_bytes: standing.allocated().into(),

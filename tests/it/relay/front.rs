@@ -311,8 +311,13 @@ impl Disk {
         u16::from_le_bytes(used)
     }
 
-    /// Waits for the last request, as a guest does: for the interrupt.
+    /// Waits for the last request, which succeeds.
     pub(crate) fn finish(&mut self) {
+        assert_eq!(self.outcome(), 0, "the request");
+    }
+
+    /// Waits for the last request, as a guest does: for the interrupt. Its status.
+    pub(crate) fn outcome(&mut self) -> u8 {
         let begin = Instant::now();
         while self.ended() != self.next {
             assert!(begin.elapsed() < LIMIT / 2, "a request does not end");
@@ -323,7 +328,7 @@ impl Disk {
         }
         let mut status = [0xff];
         self.memory.read_exact_at(&mut status, HEAD + 16).unwrap();
-        assert_eq!(status, [0], "the request");
+        status[0]
     }
 
     pub(crate) fn begin_write(&mut self, sector: u64, fill: u8) {
@@ -349,11 +354,24 @@ impl Disk {
     }
 
     pub(crate) fn read(&mut self, sector: u64) -> Vec<u8> {
+        self.try_read(sector).unwrap()
+    }
+
+    /// Reads, or fails with this status.
+    pub(crate) fn try_read(&mut self, sector: u64) -> Result<Vec<u8>, u8> {
+        self.begin_read(sector);
+        match self.outcome() {
+            0 => {
+                let mut data = vec![0; 512];
+                self.memory.read_exact_at(&mut data, DATA).unwrap();
+                Ok(data)
+            }
+            status => Err(status),
+        }
+    }
+
+    pub(crate) fn begin_read(&mut self, sector: u64) {
         self.submit(IN, sector, &[0; 512]);
-        self.finish();
-        let mut data = vec![0; 512];
-        self.memory.read_exact_at(&mut data, DATA).unwrap();
-        data
     }
 
     /// Writes, and reads it back.
