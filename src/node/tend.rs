@@ -173,7 +173,14 @@ impl Node {
             daemon.dismiss_job().await.map_err(failed)?;
             return Err(relayed(source));
         }
-        let settled = daemon.end_ready_job().await.map_err(failed);
+        let settled = async {
+            let state = daemon.end_ready_job().await?;
+            let Left { changed, below, .. } = Left::by(&work);
+            // Durable now, however the daemon ends.
+            daemon.reopen(&changed, below.as_ref(), Access::Write).await?;
+            Ok(state)
+        };
+        let settled = settled.await.map_err(failed);
         let stopped = daemon.stop(&self.supervisor).await;
         crash::point("commit-stopped");
         // Requests wait for a daemon from here on, held back or not.
