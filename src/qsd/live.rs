@@ -97,7 +97,9 @@ impl Daemon {
         below: Option<&Layer>,
         access: Access,
     ) -> Result<(), Error> {
-        let nodes = self.execute(Command::new("query-named-block-nodes", json!({}))).await?;
+        // Else each node would come with all that is below it: 4 MiB and 0.8 s at 50 layers.
+        let flat = json!({ "flat": true });
+        let nodes = self.execute(Command::new("query-named-block-nodes", flat)).await?;
         let reopen = graph::reopen(layer, below, access, &nodes).ok_or_else(|| {
             let desc = format!("{} is not open", layer.place);
             Error::Refused { command: "blockdev-reopen", desc }
