@@ -325,7 +325,7 @@ impl Node {
                 JobState::Done => return Ok(Ended::Moved),
                 JobState::Pending => {}
                 JobState::Failed(reason) => {
-                    daemon.dismiss_job().await?;
+                    self.put_back(daemon, work).await?;
                     if work.is_interrupted() || self.stop.is_cancelled() {
                         return Ok(Ended::Interrupted);
                     }
@@ -343,6 +343,17 @@ impl Node {
             daemon.reopen(&changed, below.as_ref(), Access::Write).await?;
         }
         Ok(state)
+    }
+
+    /// Leaves a daemon as it was before a job that came to nothing.
+    async fn put_back(&self, daemon: &Daemon, work: &Work) -> Result<(), qsd::MonitorError> {
+        daemon.dismiss_job().await?;
+        if let Site::Daemon(id) = work.site()
+            && let Ok(volume) = self.volumes.find(id)
+        {
+            daemon.freeze_below(volume.layers()).await?;
+        }
+        Ok(())
     }
 
     async fn called_off(&self, work: &Work) {

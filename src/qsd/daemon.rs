@@ -252,6 +252,7 @@ impl Launch {
         if exports.len() != 1 || exports[0]["id"] != self.durability.export() {
             return outdated("has other exports");
         }
+        daemon.freeze_below(&self.layers).await?;
         daemon.set_throttle(&self.throttle).await?;
         Ok(daemon)
     }

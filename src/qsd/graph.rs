@@ -229,6 +229,13 @@ pub(super) fn reopen(
     Some(Command::new("blockdev-reopen", json!({ "options": [node] })))
 }
 
+/// Whether a layer is open for writing, among these nodes.
+pub(super) fn is_writable(layer: &Layer, nodes: &Value) -> bool {
+    let name = layer.file.node_name();
+    let is_it = |node: &Value| node["node-name"] == *name && node["ro"] == false;
+    nodes.as_array().is_some_and(|nodes| nodes.iter().any(is_it))
+}
+
 /// The layers of a daemon by the names of their nodes: those below the export from the active one
 /// down, and those that are open besides, out of `x-debug-query-block-graph`.
 ///

@@ -107,6 +107,19 @@ impl Daemon {
         self.execute(reopen).await.map(drop)
     }
 
+    /// Opens those of these layers read-only again, all but the active one, that are open for
+    /// writing: a job that ended early leaves one so, and nobody else could open it.
+    pub async fn freeze_below(&self, layers: &[Layer]) -> Result<(), Error> {
+        let nodes = Command::new("query-named-block-nodes", json!({ "flat": true }));
+        let nodes = self.execute(nodes).await?;
+        for (place, layer) in layers.iter().enumerate().skip(1) {
+            if graph::is_writable(layer, &nodes) {
+                self.reopen(layer, layers.get(place + 1), Access::Read).await?;
+            }
+        }
+        Ok(())
+    }
+
     /// Lets pass so much from now on.
     pub async fn set_throttle(&self, throttle: &Throttle) -> Result<(), Error> {
         self.execute(graph::set_throttle(throttle)).await.map(drop)
