@@ -470,17 +470,21 @@ impl State {
             return None;
         }
         let site = site(&volumes, used)?;
+        let upper = self.layer(plan.upper)?;
+        // While a layer is streamed into, QEMU fills no buffer that a guest reads from beyond the
+        // end of the layer below, and says that it did.
+        let is_streamable = site == Site::Workshop || lower.size >= upper.size;
         let way = match plan.kind {
             Kind::Detach(_)
                 if site == Site::Workshop && !self.opens_without_secrets(plan.upper) =>
             {
                 return None;
             }
+            Kind::Detach(_) | Kind::Bypass if !is_streamable => return None,
             Kind::Detach(bytes_per_second) => Way::Stream { base: None, bytes_per_second },
             Kind::Bypass => self.stream(plan.lower),
             Kind::Merge => {
-                let upper = self.layer(plan.upper)?;
-                if upper.allocated() < lower.allocated() {
+                if !is_streamable || upper.allocated() < lower.allocated() {
                     Way::Commit { into: lower }
                 } else {
                     self.stream(plan.lower)
