@@ -92,4 +92,16 @@ impl Driver {
         };
         self.controller().controller_modify_volume(request).await.map(drop)
     }
+
+    /// Stages and publishes a volume.
+    pub(crate) async fn attach(&self, volume_id: &str) {
+        self.stage(volume_id).await.unwrap();
+        self.publish(volume_id).await.unwrap();
+    }
+
+    /// Unpublishes and unstages a volume.
+    pub(crate) async fn detach(&self, volume_id: &str) {
+        self.unpublish(volume_id).await.unwrap();
+        self.unstage(volume_id).await.unwrap();
+    }
 }

@@ -405,7 +405,7 @@ impl Driver {
 
 impl Drop for Driver {
     fn drop(&mut self) {
-        if std::thread::panicking() {
+        if std::thread::panicking() || std::env::var_os("QSD_CSI_TELL").is_some() {
             let log = fs::read_to_string(self.path("log")).unwrap_or_default();
             let [supervisor, relay] = ["run/supervisor.log", "run/relay/relay.log"]
                 .map(|name| fs::read_to_string(self.path(name)).unwrap_or_default());

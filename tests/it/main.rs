@@ -18,6 +18,7 @@ mod harness;
 mod hunt;
 mod lifecycle;
 mod listing;
+mod live;
 mod look;
 mod metadata;
 mod model;

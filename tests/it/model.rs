@@ -9,8 +9,9 @@
 //!
 //! The seed decides what is done, not what the scheduler makes of it: a race may need some rounds.
 
-mod guest;
-mod picture;
+pub(crate) mod guest;
+mod image;
+pub(crate) mod picture;
 pub(crate) mod records;
 mod sequence;
 

@@ -1,6 +1,6 @@
 //! What a disk holds, sector by sector: the number of the write that was last there.
 
-use std::ops::Range;
+use std::{collections::BTreeSet, ops::Range};
 
 /// What a disk writes whole or not at all.
 pub(crate) const SECTOR: usize = 512;
@@ -84,8 +84,11 @@ impl Picture {
 /// Fills bytes as a write of this number does: every 8 of them say which sector they are of.
 pub(crate) fn fill(bytes: &mut [u8], first: usize, stamp: Stamp) {
     for (sector, bytes) in (first..).zip(bytes.chunks_exact_mut(SECTOR)) {
-        let word = word(sector, stamp).to_le_bytes();
-        bytes.chunks_exact_mut(word.len()).for_each(|place| place.copy_from_slice(&word));
+        bytes[..8].copy_from_slice(&word(sector, stamp).to_le_bytes());
+        // Twice as much each time; a loop over words takes ten times as long in a debug build.
+        for length in [8, 16, 32, 64, 128, 256] {
+            bytes.copy_within(..length, length);
+        }
     }
 }
 
@@ -96,10 +99,11 @@ pub(crate) fn read(bytes: &[u8], first: usize) -> Result<Vec<Stamp>, String> {
 }
 
 fn read_sector(bytes: &[u8], sector: usize) -> Result<Stamp, String> {
-    let mut words = bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap()));
-    let begin = words.next().unwrap();
-    if let Some(other) = words.find(|other| *other != begin) {
-        return Err(format!("sector {sector} is torn: it holds {begin:#x} and {other:#x}"));
+    let begin = u64::from_le_bytes(bytes[..8].try_into().unwrap());
+    if bytes[8..] != bytes[..SECTOR - 8] {
+        let words = bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap()));
+        let words: BTreeSet<_> = words.collect();
+        return Err(format!("sector {sector} is torn: it holds {words:x?}"));
     }
     let stamp = Stamp::try_from(begin >> 32).unwrap();
     if begin != word(sector, stamp) {

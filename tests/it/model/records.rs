@@ -1,16 +1,24 @@
-//! What lies in a pool, read without the driver: its records as plain JSON, its layers by
-//! `qemu-img`.
+//! What lies in a pool, read without the driver: its records as plain JSON, its layers by a reader
+//! of our own or by `qemu-img`.
 
-use super::picture::Picture;
+use super::{image::Image, picture::Picture};
 use crate::harness::{names, part};
 use serde_json::{Value, json};
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
-    os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
     process::Command,
 };
+
+/// Who reads layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reader {
+    /// `image.rs`, quickly.
+    Own,
+    /// `qemu-img`, past the page cache.
+    Qemu,
+}
 
 /// The records of a pool.
 #[derive(Debug)]
@@ -93,10 +101,6 @@ impl Records {
         self.pool.join("layers").join(format!("{file}.{}", record["format"].as_str().unwrap()))
     }
 
-    pub(crate) fn allocated(&self, layer: &str) -> u64 {
-        fs::metadata(self.file(layer)).map_or(0, |data| data.blocks() * 512)
-    }
-
     /// The files that the layers of all volumes and snapshots lie in.
     pub(crate) fn needed(&self) -> BTreeSet<String> {
         let volumes = self.volumes.keys().filter_map(|volume| self.active(volume));
@@ -119,50 +123,66 @@ impl Records {
             let (Some(parent), true) = (record["parent"].as_str(), open.len() < 2) else {
                 continue;
             };
-            if !record["detach"].is_null() {
+            let is_short = self.layers[parent]["size"].as_u64() < record["size"].as_u64();
+            if !record["detach"].is_null() && (open.is_empty() || !is_short) {
                 unmerged.push(format!("{layer} is a clone"));
             }
-            let is_written = open.iter().any(|volume| self.active(volume) == Some(layer));
-            let is_smaller = self.allocated(layer) < self.allocated(parent);
-            if !self.is_named(parent)
-                && self.children(parent).len() == 1
-                && !(is_written && is_smaller)
-            {
+            if !self.is_named(parent) && self.children(parent).len() == 1 {
                 unmerged.push(format!("{layer} stands alone on {parent}"));
             }
         }
         unmerged
     }
 
-    /// What the layers from one down hold, read past the page cache and past all locks; `None`
-    /// where one has gone meanwhile.
-    pub(crate) fn picture(&self, top: &str, scratch: &Path) -> Option<Result<Picture, String>> {
+    /// What the layers from one down hold, read past all locks; `None` where one has gone
+    /// meanwhile.
+    pub(crate) fn picture(&self, top: &str, reader: Reader) -> Option<Result<Picture, String>> {
         let chain = self.chain(top);
+        if !chain.iter().all(|layer| self.layers.contains_key(layer)) {
+            return None;
+        }
+        let bytes = match reader {
+            Reader::Own => self.read(&chain)?,
+            Reader::Qemu => self.convert(&chain)?,
+        };
+        match Picture::of(&bytes) {
+            Err(_) if !chain.iter().all(|layer| self.file(layer).exists()) => None,
+            found => Some(found),
+        }
+    }
+
+    fn read(&self, chain: &[String]) -> Option<Vec<u8>> {
+        let open = |layer: &String| {
+            Image::open(&self.file(layer), self.layers[layer]["format"].as_str().unwrap())
+        };
+        let images: Vec<_> = chain.iter().map(open).collect::<Option<_>>()?;
+        let mut disk = vec![0; images[0].size().try_into().unwrap()];
+        images.iter().rev().for_each(|image| image.paint(&mut disk));
+        Some(disk)
+    }
+
+    fn convert(&self, chain: &[String]) -> Option<Vec<u8>> {
         let mut node = Value::Null;
         for layer in chain.iter().rev() {
-            let record = self.layers.get(layer)?;
+            let format = &self.layers[layer]["format"];
             let file = json!({ "driver": "file", "filename": self.file(layer) });
             let below = std::mem::take(&mut node);
-            node = json!({ "driver": record["format"], "file": file });
-            if record["format"] == "qcow2" {
+            node = json!({ "driver": format, "file": file });
+            if format == "qcow2" {
                 node["backing"] = below;
             }
         }
-        let raw = tempfile::NamedTempFile::new_in(scratch).unwrap();
+        let raw = tempfile::NamedTempFile::new().unwrap();
         let convert = Command::new(part("bin/qemu-img"))
             .args(["convert", "-U", "-T", "none", "-O", "raw", &format!("json:{node}")])
             .arg(raw.path())
             .output()
             .unwrap();
-        let is_there = chain.iter().all(|layer| self.file(layer).exists());
         if !convert.status.success() {
-            let said = String::from_utf8_lossy(&convert.stderr).into_owned();
-            return is_there.then_some(Err(format!("{chain:?}: {said}")));
+            let is_there = chain.iter().all(|layer| self.file(layer).exists());
+            assert!(!is_there, "{chain:?}: {}", String::from_utf8_lossy(&convert.stderr));
+            return None;
         }
-        let bytes = fs::read(raw.path()).unwrap();
-        match Picture::of(&bytes) {
-            Err(_) if !is_there => None,
-            found => Some(found),
-        }
+        Some(fs::read(raw.path()).unwrap())
     }
 }

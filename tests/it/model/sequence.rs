@@ -3,7 +3,7 @@
 use super::{
     guest::{Action, Guest, Loaded, some_sectors},
     picture::{Picture, SECTOR, read},
-    records::Records,
+    records::{Reader, Records},
 };
 use crate::{
     copies::{Source, Wish},
@@ -182,13 +182,14 @@ pub(super) struct Sequence {
     stamps: Arc<AtomicU32>,
     volumes: BTreeMap<String, Volume>,
     snapshots: BTreeMap<String, Picture>,
+    begun: Instant,
     done: Vec<String>,
     is_over: bool,
 }
 
 impl Drop for Sequence {
     fn drop(&mut self) {
-        if !self.is_over {
+        if !self.is_over || std::env::var_os("QSD_CSI_TELL").is_some() {
             let (seed, done) = (self.seed, self.done.join("\n  "));
             eprintln!("QSD_CSI_SEED={seed} QSD_CSI_ROUNDS=1 failed after\n  {done}");
         }
@@ -206,6 +207,7 @@ impl Sequence {
             stamps: Arc::new(AtomicU32::new(1)),
             volumes: BTreeMap::new(),
             snapshots: BTreeMap::new(),
+            begun: Instant::now(),
             done: Vec::new(),
             is_over: false,
         }
@@ -218,20 +220,22 @@ impl Sequence {
             Step::Crash => self.crash().await,
             other => self.take(other).await,
         }
-        self.compare().await;
+        self.note("  compare".to_owned());
+        self.compare(Reader::Own).await;
+        self.note("  done".to_owned());
     }
 
     /// Takes all away again: nothing is left. What was done, in numbers.
     pub(super) async fn end(mut self) -> String {
         self.settle().await;
-        self.compare().await;
+        self.compare(Reader::Own).await;
         for snapshot in self.snapshots.keys().cloned().collect::<Vec<_>>() {
             self.read_copy(&snapshot).await;
         }
         while !(self.volumes.is_empty() && self.snapshots.is_empty()) {
             let step = [Step::Detach, Step::DeleteVolume, Step::DeleteSnapshot][self.roll(3)];
             self.take(step).await;
-            self.compare().await;
+            self.compare(Reader::Own).await;
         }
         until("the last work is broken off", async || {
             names(&self.driver.path("pool/layers")).is_empty()
@@ -421,7 +425,9 @@ impl Sequence {
             Some(Source::Volume(volume)) => {
                 let mut window = windows.remove(volume).unwrap();
                 window.before.grow(sectors);
-                let found = self.on_disk(|records| records.active(&name).map(str::to_owned)).await;
+                let found = self
+                    .on_disk(Reader::Own, |records| records.active(&name).map(str::to_owned))
+                    .await;
                 window.assert_holds(&found, &name);
                 found
             }
@@ -500,7 +506,8 @@ impl Sequence {
         let take = async |driver: &Driver| driver.snapshot(&name, &source).await;
         self.persist(format!("snapshot {name} of {source}"), take).await;
         let windows = self.end_loads(loads).await;
-        let found = self.on_disk(|records| records.named(&name).map(str::to_owned)).await;
+        let found =
+            self.on_disk(Reader::Own, |records| records.named(&name).map(str::to_owned)).await;
         windows[&source].assert_holds(&found, &name);
         self.snapshots.insert(name, found);
     }
@@ -596,7 +603,8 @@ impl Sequence {
         }
         let files: BTreeSet<_> = names(&self.driver.path("pool/layers")).into_iter().collect();
         assert_eq!(files, self.records().needed(), "files of layers");
-        self.compare().await;
+        self.compare(Reader::Own).await;
+        self.compare(Reader::Qemu).await;
     }
 
     /// A volume restored from a snapshot shows a guest what the snapshot holds.
@@ -663,30 +671,31 @@ impl Sequence {
     }
 
     /// Compares every volume and snapshot with the model.
-    async fn compare(&mut self) {
+    async fn compare(&mut self, reader: Reader) {
         for (name, volume) in &self.volumes {
             let found = match &volume.stand {
                 Stand::Used(guest) => {
                     Picture::of(&guest.read(0..volume.picture.sectors()).await).unwrap()
                 }
                 Stand::Idle | Stand::Published => {
-                    self.on_disk(|records| records.active(name).map(str::to_owned)).await
+                    self.on_disk(reader, |records| records.active(name).map(str::to_owned)).await
                 }
             };
             volume.picture.assert_is(&found, name);
         }
         for (name, picture) in &self.snapshots {
-            let found = self.on_disk(|records| records.named(name).map(str::to_owned)).await;
+            let found =
+                self.on_disk(reader, |records| records.named(name).map(str::to_owned)).await;
             picture.assert_is(&found, name);
         }
     }
 
     /// What lies on the disk below a volume or snapshot, past the driver.
-    async fn on_disk(&self, top: impl Fn(&Records) -> Option<String>) -> Picture {
+    async fn on_disk(&self, reader: Reader, top: impl Fn(&Records) -> Option<String>) -> Picture {
         let begin = Instant::now();
         loop {
             let records = self.records();
-            let found = top(&records).and_then(|top| records.picture(&top, self.driver.scratch()));
+            let found = top(&records).and_then(|top| records.picture(&top, reader));
             // A merge may have taken away a layer of those that were just read of.
             if let Some(found) = found {
                 return found.unwrap_or_else(|error| panic!("{error}\n{records:#?}"));
@@ -733,8 +742,9 @@ impl Sequence {
         self.dice.roll(sides.try_into().unwrap()).try_into().unwrap()
     }
 
-    fn note(&mut self, what: String) {
-        self.done.push(what);
+    fn note(&mut self, what: impl Into<String>) {
+        let what = what.into();
+        self.done.push(format!("{:6} ms: {what}", self.begun.elapsed().as_millis()));
     }
 }
 
