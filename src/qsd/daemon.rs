@@ -232,6 +232,10 @@ impl Launch {
         let monitor = Monitor::connect(&self.dir.monitor()).await?;
         let exports = monitor.execute(Command::new("query-block-exports", json!({}))).await?;
         let exports: Vec<_> = exports.as_array().into_iter().flatten().collect();
+        let outdated = |what: &str| Err(Error::Outdated { pid, what: what.to_owned() });
+        if exports.is_empty() {
+            return outdated("exports nothing"); // who started it died before it was told all
+        }
         let version = version(&monitor).await?;
         let daemon = self.daemon(monitor, pid, version);
         let own: Vec<_> = self.layers.iter().map(|layer| layer.file.node_name()).collect();
@@ -240,7 +244,6 @@ impl Launch {
             let what = format!("serves {stack:?}, and the layers are {own:?}");
             return Err(Error::Foreign { pid, what });
         }
-        let outdated = |what: &str| Err(Error::Outdated { pid, what: what.to_owned() });
         // Work of an earlier driver: what it moved stays moved, but nobody records an end.
         if daemon.end_jobs().await? == Jobs::ChangedGraph {
             return outdated("has merged layers");
