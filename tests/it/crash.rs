@@ -104,9 +104,6 @@ const START_UP: [(&str, &str, &str); 2] = [
     ("snapshot", "freeze-overlay-record", "layer-forgotten"),
 ];
 
-/// Crash points that another test dies at: `remote::trouble`.
-const ELSEWHERE: [&str; 1] = ["volume-create-master"];
-
 async fn call(driver: &Driver, name: &str) -> Result<(), tonic::Status> {
     match name {
         "create" => {
@@ -251,11 +248,9 @@ async fn assert_at_rest(driver: &Driver, point: &str) {
 #[test]
 fn the_walk_knows_every_point_there_is() {
     let walked = POINTS.iter().chain(&BACKGROUND).flat_map(|(_, points)| points.iter().copied());
-    let known: BTreeSet<String> = walked
-        .chain(START_UP.map(|(_, _, point)| point))
-        .chain(ELSEWHERE)
-        .map(str::to_owned)
-        .collect();
+    let walked = walked.chain(crate::remote::trouble::POINTS);
+    let known: BTreeSet<String> =
+        walked.chain(START_UP.map(|(_, _, point)| point)).map(str::to_owned).collect();
     let mut found = BTreeSet::new();
     collect(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut found);
     assert_eq!(known, found);
