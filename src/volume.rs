@@ -25,6 +25,7 @@ mod freeze;
 mod id;
 mod layer;
 mod look;
+mod master;
 mod parameters;
 mod record;
 mod recover;
@@ -35,11 +36,12 @@ mod work;
 
 pub use changed::{LayerError, Pair, Ranges, Wanted};
 pub use claim::{Busy, Claim, Claimed, InFlight};
-pub use create::{Creation, FoundMaster, NewVolume};
+pub use create::{Creation, NewVolume};
 pub use freeze::Freeze;
 pub use id::{InvalidName, LayerId, NodeName, PoolName, RunKey, SnapshotId, VolumeId};
 pub use layer::{Layer, Login, Master, Place};
 pub use look::{Sight, Standing};
+pub use master::FoundMaster;
 pub use parameters::{
     AccessMode, Cache, CopyMode, GRAIN, Overcommit, ParameterError, Parameters, RangeError,
     SizeRange,

@@ -8,8 +8,10 @@
 //! takes back at once.
 
 use super::{
-    AccessMode, Begun, Claim, Content, CopyMode, Error, Format, Freeze, LayerId, Master, Outcome,
-    Parameters, SizeRange, Throttle, Volume, VolumeId, Volumes, record,
+    AccessMode, Begun, Claim, Content, CopyMode, Error, Format, FoundMaster, Freeze, LayerId,
+    Outcome, Parameters, SizeRange, Throttle, Volume, VolumeId, Volumes,
+    master::{Bottom, Role},
+    record,
     record::{Detach, LayerRecord, Phase, VolumeRecord},
     state::{Hold, Kept},
 };
@@ -41,17 +43,6 @@ pub struct NewVolume {
     pub master: Option<FoundMaster>,
 }
 
-/// A remote master that was looked at.
-#[derive(Clone, Debug)]
-pub struct FoundMaster {
-    /// Where it is.
-    pub master: Master,
-    /// How its bytes lie there.
-    pub format: Format,
-    /// What it has.
-    pub size: Bytes,
-}
-
 /// A volume that is being created.
 #[derive(Debug)]
 pub struct Creation {
@@ -63,20 +54,20 @@ pub struct Creation {
 
 /// What a new volume stands on.
 #[derive(Debug)]
-enum Base {
+pub(super) enum Base {
     /// A layer that is frozen already.
     Frozen(Hold),
     /// The active layer of another volume, which is to be frozen first.
     Active(Freeze),
     /// A remote master, of which a record is to be made.
-    Master(LayerId, Box<LayerRecord>),
+    Master(Box<Bottom>),
 }
 
 /// Where a new volume goes, and on what.
-struct Place {
-    pool: Arc<Pool>,
-    size: Bytes,
-    base: Option<Base>,
+pub(super) struct Place {
+    pub(super) pool: Arc<Pool>,
+    pub(super) size: Bytes,
+    pub(super) base: Option<Base>,
 }
 
 impl Creation {
@@ -84,7 +75,7 @@ impl Creation {
     pub fn freeze(&self) -> Option<&Freeze> {
         match &self.base {
             Some(Base::Active(freeze)) => Some(freeze),
-            Some(Base::Frozen(_) | Base::Master(..)) | None => None,
+            Some(Base::Frozen(_) | Base::Master(_)) | None => None,
         }
     }
 }
@@ -94,7 +85,15 @@ impl Base {
         match self {
             Self::Frozen(hold) => hold.layer(),
             Self::Active(freeze) => freeze.frozen(),
-            Self::Master(layer, _) => *layer,
+            Self::Master(bottom) => bottom.layer(),
+        }
+    }
+
+    /// Whether it is already the layer that is made independent.
+    fn is_copied(&self) -> bool {
+        match self {
+            Self::Master(bottom) => bottom.layer() != bottom.layer,
+            Self::Frozen(_) | Self::Active(_) => false,
         }
     }
 }
@@ -155,7 +154,9 @@ impl Volumes {
         intent: &VolumeRecord,
         base: Option<LayerId>,
     ) -> Result<(), pool::Error> {
-        let Phase::Creating { active, overlay, master } = intent.phase else { return Ok(()) };
+        let Phase::Creating { active, overlay, copy, master } = intent.phase else {
+            return Ok(());
+        };
         if let (Some(overlay), Some(Content::Volume(source))) = (overlay, &intent.content) {
             self.discard_overlay(pool, source, overlay)?;
         }
@@ -166,8 +167,8 @@ impl Volumes {
         if let Some(base) = base {
             self.reclaim(base)?;
         }
-        if let Some(master) = master {
-            self.forget_layer(pool, master)?;
+        for below in [copy, master].into_iter().flatten() {
+            self.forget_layer(pool, below)?;
         }
         pool.remove_lock(id)?;
         let path = pool.record(Kind::Volume, id);
@@ -180,11 +181,7 @@ impl Volumes {
         crash::point("volume-create-intent");
         match base {
             Some(Base::Active(freeze)) => self.make_overlay(freeze),
-            Some(Base::Master(layer, record)) => {
-                self.add_layer(pool, *layer, LayerRecord::clone(record))?;
-                crash::point("volume-create-master");
-                Ok(())
-            }
+            Some(Base::Master(bottom)) => self.make_bottom(pool, intent, bottom),
             Some(Base::Frozen(_)) | None => Ok(()),
         }
     }
@@ -197,10 +194,9 @@ impl Volumes {
                 let format = intent.parameters.format().unwrap_or(Format::Raw);
                 Some(LayerRecord::bottom(format, intent.size))
             }
-            // The volume is the master.
-            Some(Base::Master(layer, _)) if *layer == active => None,
+            Some(Base::Master(bottom)) if bottom.role == Role::Active => None,
             Some(base) => Some(LayerRecord {
-                detach: intent.detach(),
+                detach: intent.detach().filter(|_| !base.is_copied()),
                 ..LayerRecord::overlay(base.layer(), intent.size)
             }),
         };
@@ -257,24 +253,6 @@ impl Volumes {
         Ok(Place { pool, size, base: Some(base) })
     }
 
-    /// A volume that is its master has the size of it, and takes no space here.
-    fn place_on_master(&self, pools: &[Arc<Pool>], new: &NewVolume) -> Result<Place, Error> {
-        let found = new.master.as_ref().expect("a master is looked at before it is built on");
-        let (master, size) = (found.master.source.clone(), found.size);
-        let base = Some(Base::Master(LayerId::draw(), Box::new(found.record())));
-        if new.parameters.copy_mode() == CopyMode::None {
-            if !new.size.accepts(size) {
-                return Err(Error::NotSizeOfMaster { master, size });
-            }
-            let pool = self.roomiest(pools, Bytes::ZERO)?;
-            return Ok(Place { pool, size, base });
-        }
-        let chosen = new.size.chosen_for(size);
-        let size = chosen.ok_or(Error::SmallerThanMaster { master, size })?;
-        let pool = self.roomiest(pools, size)?;
-        Ok(Place { pool, size, base })
-    }
-
     /// What a volume is to stand on: its pool and its size, too.
     fn base(&self, content: &Content) -> Result<(Arc<Pool>, Bytes, Base), Error> {
         match content {
@@ -294,7 +272,7 @@ impl Volumes {
     }
 
     /// Of these pools the one with most room, if `size` fits into it.
-    fn roomiest(&self, pools: &[Arc<Pool>], size: Bytes) -> Result<Arc<Pool>, Error> {
+    pub(super) fn roomiest(&self, pools: &[Arc<Pool>], size: Bytes) -> Result<Arc<Pool>, Error> {
         let mut largest = Bytes::ZERO;
         let mut best: Option<(Bytes, &Arc<Pool>)> = None;
         for pool in pools {
@@ -316,15 +294,16 @@ impl Volumes {
 
 impl NewVolume {
     fn intent(self, size: Bytes, base: Option<&Base>) -> VolumeRecord {
-        let active = match base {
-            Some(Base::Master(layer, _)) if self.parameters.copy_mode() == CopyMode::None => *layer,
-            Some(_) | None => LayerId::draw(),
-        };
-        let (overlay, master) = match base {
-            Some(Base::Active(freeze)) => (Some(freeze.overlay()), None),
-            Some(Base::Master(layer, _)) if *layer != active => (None, Some(*layer)),
-            Some(Base::Frozen(_) | Base::Master(..)) | None => (None, None),
-        };
+        let (mut active, mut overlay, mut copy, mut master) = (LayerId::draw(), None, None, None);
+        match base {
+            Some(Base::Active(freeze)) => overlay = Some(freeze.overlay()),
+            Some(Base::Master(bottom)) => match bottom.role {
+                Role::Active => active = bottom.layer,
+                Role::Base => master = Some(bottom.layer),
+                Role::Copied { copy: made } => (copy, master) = (Some(made), Some(bottom.layer)),
+            },
+            Some(Base::Frozen(_)) | None => {}
+        }
         VolumeRecord {
             version: store::Version,
             name: self.name,
@@ -333,21 +312,14 @@ impl NewVolume {
             access_modes: self.access_modes,
             content: self.content,
             throttle: self.throttle,
-            phase: Phase::Creating { active, overlay, master },
+            phase: Phase::Creating { active, overlay, copy, master },
         }
-    }
-}
-
-impl FoundMaster {
-    fn record(&self) -> LayerRecord {
-        let master = Some(self.master.clone());
-        LayerRecord { master, ..LayerRecord::bottom(self.format, self.size) }
     }
 }
 
 impl VolumeRecord {
     /// How the layer of a new volume is to be made independent, if it is.
-    fn detach(&self) -> Option<Detach> {
+    pub(super) fn detach(&self) -> Option<Detach> {
         let bytes_per_second = self.parameters.clone_speed();
         (self.parameters.copy_mode() == CopyMode::Clone).then_some(Detach { bytes_per_second })
     }

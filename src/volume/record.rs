@@ -48,6 +48,9 @@ pub(super) enum Phase {
         /// The layer that is put onto the source, so that the volume can stand on what was active.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         overlay: Option<LayerId>,
+        /// The copy that is to be made of its remote master.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        copy: Option<LayerId>,
         /// The remote master that it is to stand on.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         master: Option<LayerId>,

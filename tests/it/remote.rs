@@ -178,6 +178,47 @@ async fn a_clone_lives_on_without_its_master() {
     }
 }
 
+/// Most images are smaller than what is made of them, and not all are of whole sectors.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_clone_that_is_larger_than_its_master_is_made_under_a_guest() {
+    for (more, size) in [(SIZE, 2 * SIZE), (512, SIZE + 4096)] {
+        for kind in [Kind::HttpAuth, Kind::NbdUnix] {
+            let driver = Driver::start().await;
+            let mut server = Server::start(kind).await;
+            if more == 512 {
+                server.resize(SIZE + more).await;
+            }
+            let slowly = [("copyMode", "clone"), ("cloneBytesPerSecond", "4Mi")];
+            let mut request = on(&server, "pvc-1", &slowly);
+            request.capacity_range.as_mut().unwrap().required_bytes = size.try_into().unwrap();
+            create(&driver, request).await.unwrap();
+            let mut disk = open(&driver, &server, "pvc-1").await;
+            let last = size / 512 - 1;
+            disk.works(last, 254);
+            disk.works(7, 255);
+            let mut looks = 0;
+            while layers(&driver, "pvc-1").await > 1 {
+                looks += 1;
+                let number = looks * 97 % (SIZE / 512);
+                let found = if number == 7 { vec![255; 512] } else { sector(number) };
+                assert_eq!(disk.read(number), found, "sector {number}");
+                assert_eq!(disk.read(last - 1), [0; 512], "beyond the master");
+                assert_eq!(disk.read(last), [254; 512]);
+            }
+            assert!(looks > 10, "{looks} looks while it was copied");
+            server.kill();
+            another_daemon(&driver).await;
+            for number in 8..SIZE / 512 {
+                assert_eq!(disk.read(number), sector(number), "sector {number}");
+            }
+            assert_eq!(disk.read(last), [254; 512]);
+            drop(disk);
+            driver.remove("pvc-1").await;
+            driver.assert_empty().await;
+        }
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_clone_that_needs_no_secrets_is_made_while_nobody_uses_it() {
     let driver = Driver::start().await;

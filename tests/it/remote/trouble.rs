@@ -401,10 +401,13 @@ async fn another_volume_of_the_same_name_is_another_volume() {
     driver.assert_empty().await;
 }
 
-/// The points that a creation on a master comes past.
-pub(crate) const POINTS: [&str; 4] = [
+/// The points that a creation on a master comes past, where it is to be copied into less than all
+/// of the volume.
+pub(crate) const POINTS: [&str; 6] = [
     "volume-create-intent",
     "volume-create-master",
+    "volume-create-copy",
+    "volume-create-copy-record",
     "volume-create-layer",
     "volume-create-layer-record",
 ];
@@ -414,14 +417,18 @@ async fn a_crash_leaves_nothing_of_a_volume_on_a_master() {
     let mut driver = Driver::start().await;
     let server = Server::start(Kind::HttpAuth).await;
     let iscsi = Server::start(Kind::IscsiChap).await;
-    for (server, more, points) in
-        [(&server, &[][..], &POINTS[..]), (&iscsi, &[("copyMode", "none")], &POINTS[..2])]
-    {
+    for (server, mode, size, points) in [
+        (&server, "copy-on-write", SIZE, &POINTS[4..]),
+        (&server, "clone", 2 * SIZE, &POINTS[..]),
+        (&iscsi, "none", SIZE, &POINTS[..2]),
+    ] {
         for point in points {
             driver.kill();
             driver.launch(&[], Some(point));
             driver.answers().await;
-            create(&driver, on(server, "pvc-1", more)).await.unwrap_err();
+            let mut request = on(server, "pvc-1", &[("copyMode", mode)]);
+            request.capacity_range.as_mut().unwrap().required_bytes = size.try_into().unwrap();
+            create(&driver, request).await.unwrap_err();
             assert!(!driver.ended().success(), "{point}");
             driver.launch(&[], None);
             driver.answers().await;
