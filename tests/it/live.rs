@@ -2,15 +2,19 @@
 
 use crate::{
     copies::{Source, Wish},
-    harness::{Dice, Driver, until},
+    harness::{Dice, Driver, names, signal, until},
+    hunt::{self, assert_holds},
     model::{
         guest::{Action, Guest},
         picture::{Picture, SECTOR},
-        records::Records,
+        records::{Reader, Records},
     },
+    survival::{rounds, tell, tell_hunt},
+    vm::{Job, Vm},
 };
 use std::{
     collections::BTreeSet,
+    io::Write as _,
     sync::{Arc, atomic::AtomicU32},
     time::{Duration, Instant},
 };
@@ -85,5 +89,157 @@ async fn a_guest_reads_a_larger_clone_while_it_is_copied() {
     for volume in ["pvc-1", "pvc-2"] {
         driver.delete(volume).await.unwrap();
     }
+    driver.assert_empty().await;
+}
+
+/// A volume with a VM on it that never reconnects, and loads it all the time.
+struct Loaded {
+    driver: Driver,
+    vm: Vm,
+    job: Job,
+}
+
+/// Twice what the load needs, so that a snapshot is read in no time.
+const DISK: u64 = 32 << 20;
+
+impl Loaded {
+    async fn begin() -> Self {
+        let driver = Driver::start().await;
+        let (name, source, parameters) = ("pvc-1".to_owned(), None, Vec::new());
+        driver.fulfil(&Wish { name, size: DISK, source, parameters }).await.unwrap();
+        driver.attach("pvc-1").await;
+        let machine = Vm::on(&driver.socket("pvc-1")).without_reconnect().cpus(2).queues(2);
+        let mut vm = machine.boot().await;
+        let job = hunt::begin(&mut vm, "").await;
+        Self { driver, vm, job }
+    }
+
+    fn records(&self) -> Records {
+        Records::of(&self.driver.path("pool"))
+    }
+
+    /// Waits until no layer is left that could be merged: how many the volume has.
+    async fn merged(&self) -> usize {
+        let attached = ["pvc-1".to_owned()].into();
+        until("all is merged", async || self.records().unmerged(&attached).is_empty()).await;
+        let records = self.records();
+        records.chain(records.active("pvc-1").unwrap()).len()
+    }
+
+    /// How the blocks of the load lie in a snapshot: the numbers of their last writes.
+    fn sequences(&self, snapshot: &str) -> Vec<u64> {
+        let records = self.records();
+        let bytes = records.bytes(records.named(snapshot).unwrap(), Reader::Own).unwrap();
+        bytes[..bytes.len() / 2].chunks(4096).map(|block| sequence_of(block, snapshot)).collect()
+    }
+
+    /// Ends the load, and sees that all it wrote is there, in the guest and behind it.
+    async fn end(mut self, what: &str) {
+        let (outcome, table) = hunt::end(&mut self.vm, self.job).await;
+        tell_hunt(what, &outcome);
+        tell(&format!("{what}: times without any answer"), outcome.stalls.clone());
+        outcome.assert_clean();
+        self.vm.assert_no_errors().await;
+        self.vm.power_off().await;
+        self.driver.detach("pvc-1").await;
+        until("all is merged", async || {
+            Records::of(&self.driver.path("pool")).unmerged(&BTreeSet::new()).is_empty()
+        })
+        .await;
+        let records = Records::of(&self.driver.path("pool"));
+        let top = records.active("pvc-1").unwrap();
+        for reader in [Reader::Own, Reader::Qemu] {
+            let mut flat = tempfile::NamedTempFile::new().unwrap();
+            flat.write_all(&records.bytes(top, reader).unwrap()).unwrap();
+            assert_holds(flat.path(), &table);
+        }
+        for snapshot in records.snapshots.keys() {
+            self.driver.delete_snapshot(snapshot).await.unwrap();
+        }
+        self.driver.delete("pvc-1").await.unwrap();
+        self.driver.assert_empty().await;
+    }
+}
+
+/// The number of the write that a block is of; each of its sectors holds a whole one.
+fn sequence_of(block: &[u8], snapshot: &str) -> u64 {
+    let word =
+        |sector: &[u8], at: usize| u64::from_le_bytes(sector[at * 8..][..8].try_into().unwrap());
+    let numbers: BTreeSet<_> = block.chunks(SECTOR).map(|sector| word(sector, 4)).collect();
+    for sector in block.chunks(SECTOR) {
+        assert_eq!(word(sector, 0), u64::from_le_bytes(*b"qsd-hunt"), "{snapshot}: {sector:x?}");
+    }
+    // A write that was in flight may have come half-way.
+    *numbers.first().unwrap()
+}
+
+/// No write that a snapshot has is missing in the next one.
+#[tokio::test]
+async fn a_hundred_snapshots_are_taken_under_a_vm() {
+    let work = Loaded::begin().await;
+    let mut dice = Dice::new(21);
+    let (mut times, mut before) = (Vec::new(), Vec::new());
+    let count = rounds(100);
+    for round in 0..count {
+        let (name, begin) = (format!("snap-{round}"), Instant::now());
+        work.driver.snapshot(&name, "pvc-1").await.unwrap();
+        times.push(begin.elapsed());
+        tokio::time::sleep(Duration::from_millis(dice.roll(60))).await;
+        if round % 10 == 9 {
+            let now = work.sequences(&name);
+            let is_older = before.iter().zip(&now).any(|(before, now)| now < before);
+            assert!(!is_older, "{name} lacks what a snapshot before it has");
+            before = now;
+        }
+    }
+    tell("CreateSnapshot under a VM", times);
+    let chain = work.merged().await;
+    assert_eq!(chain, count + 1, "every layer has a name");
+    work.end("100 snapshots").await;
+}
+
+#[tokio::test]
+async fn snapshots_come_and_go_under_a_vm() {
+    let work = Loaded::begin().await;
+    let mut dice = Dice::new(22);
+    let (mut taken, mut deleted, mut longest) = (Vec::new(), Vec::new(), 0);
+    for round in 0..rounds(40) {
+        let (name, begin) = (format!("snap-{}", round % 3), Instant::now());
+        work.driver.snapshot(&name, "pvc-1").await.unwrap();
+        taken.push(begin.elapsed());
+        tokio::time::sleep(Duration::from_millis(dice.roll(60))).await;
+        let begin = Instant::now();
+        work.driver.delete_snapshot(&name).await.unwrap();
+        deleted.push(begin.elapsed());
+        let records = work.records();
+        longest = longest.max(records.chain(records.active("pvc-1").unwrap()).len());
+    }
+    tell("CreateSnapshot", taken);
+    tell("DeleteSnapshot", deleted);
+    let left = work.merged().await;
+    eprintln!("at most {longest} layers, {left} at the end");
+    assert!(left <= 2, "{left} layers are left");
+    assert_eq!(names(&work.driver.path("pool/layers")).len(), left, "files of layers");
+    work.end("snapshots that come and go").await;
+}
+
+/// A daemon that was started and not told everything serves nobody, and is replaced.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_driver_dies_while_it_starts_a_daemon_again() {
+    let mut driver = Driver::start().await;
+    driver.published("pvc-1").await;
+    driver.snapshot("snap-1", "pvc-1").await.unwrap();
+    let guest = Guest::connect(&driver.socket("pvc-1"));
+    let mut dice = Dice::new(23);
+    for _ in 0..rounds(15) {
+        signal(driver.daemons().await[0], "KILL");
+        tokio::time::sleep(Duration::from_millis(dice.roll(40))).await;
+        driver.restart().await;
+        guest.act(vec![Action::Write { sectors: 0..8, stamp: 1 }]).await;
+        until("it is served", async || driver.daemons().await.len() == 1).await;
+    }
+    drop(guest);
+    driver.remove("pvc-1").await;
+    driver.delete_snapshot("snap-1").await.unwrap();
     driver.assert_empty().await;
 }

@@ -23,20 +23,20 @@ use std::{
 use tokio::time::sleep;
 
 /// How often what is tested happens: a few times, or as often as `make hunt` says.
-fn rounds(few: usize) -> usize {
+pub(crate) fn rounds(few: usize) -> usize {
     let given = std::env::var("QSD_CSI_ROUNDS").ok();
     given.map_or(few, |rounds| rounds.parse().expect("QSD_CSI_ROUNDS is a number"))
 }
 
 /// Prints p50, p99 and the longest of some times.
-fn tell(what: &str, mut times: Vec<Duration>) {
+pub(crate) fn tell(what: &str, mut times: Vec<Duration>) {
     times.sort();
     let at = |part: usize| times[(times.len() * part).div_ceil(100).max(1) - 1];
     let (count, p50, p99, max) = (times.len(), at(50), at(99), at(100));
     eprintln!("{what}: {count} times, p50 {p50:?}, p99 {p99:?}, max {max:?}");
 }
 
-fn tell_hunt(what: &str, outcome: &Outcome) {
+pub(crate) fn tell_hunt(what: &str, outcome: &Outcome) {
     let Outcome { writes, reads, errors, lost, median, p99, max, .. } = outcome;
     let stall = outcome.stalls.iter().max().copied().unwrap_or_default();
     eprintln!(
@@ -46,7 +46,7 @@ fn tell_hunt(what: &str, outcome: &Outcome) {
 }
 
 /// Some time in which requests pile up.
-async fn a_while(dice: &mut Dice) {
+pub(crate) async fn a_while(dice: &mut Dice) {
     sleep(Duration::from_millis(100 + dice.roll(300))).await;
 }
 

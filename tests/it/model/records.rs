@@ -137,17 +137,22 @@ impl Records {
     /// What the layers from one down hold, read past all locks; `None` where one has gone
     /// meanwhile.
     pub(crate) fn picture(&self, top: &str, reader: Reader) -> Option<Result<Picture, String>> {
+        let (chain, bytes) = (self.chain(top), self.bytes(top, reader)?);
+        match Picture::of(&bytes) {
+            Err(_) if !chain.iter().all(|layer| self.file(layer).exists()) => None,
+            found => Some(found),
+        }
+    }
+
+    /// The same as it lies there.
+    pub(crate) fn bytes(&self, top: &str, reader: Reader) -> Option<Vec<u8>> {
         let chain = self.chain(top);
         if !chain.iter().all(|layer| self.layers.contains_key(layer)) {
             return None;
         }
-        let bytes = match reader {
-            Reader::Own => self.read(&chain)?,
-            Reader::Qemu => self.convert(&chain)?,
-        };
-        match Picture::of(&bytes) {
-            Err(_) if !chain.iter().all(|layer| self.file(layer).exists()) => None,
-            found => Some(found),
+        match reader {
+            Reader::Own => self.read(&chain),
+            Reader::Qemu => self.convert(&chain),
         }
     }
 
