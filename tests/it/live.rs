@@ -6,7 +6,7 @@ use crate::{
     hunt::{self, assert_holds},
     model::{
         guest::{Action, Guest},
-        picture::{Picture, SECTOR},
+        picture::{Picture, SECTOR, read},
         records::{Reader, Records},
     },
     survival::{rounds, tell, tell_hunt},
@@ -88,6 +88,63 @@ async fn a_guest_reads_a_larger_clone_while_it_is_copied() {
     .await;
     for volume in ["pvc-1", "pvc-2"] {
         driver.delete(volume).await.unwrap();
+    }
+    driver.assert_empty().await;
+}
+
+/// What is written into a large volume: some sectors every so often.
+const EVERY: usize = (8 << 30) / SECTOR;
+const SOME: usize = 8;
+
+/// Copies are there at once, however large the volume is, and hold what it held at that moment.
+#[tokio::test(flavor = "multi_thread")]
+async fn copies_of_a_large_volume_are_there_at_once() {
+    let driver = Driver::start_with(&["--overcommit", "1000"]).await;
+    let mut calls = Vec::new();
+    for size in [1 << 30, 1 << 40] {
+        let name = format!("pvc-{size}");
+        let wish = |name: &str, source| {
+            let (name, parameters) = (name.to_owned(), Vec::new());
+            Wish { name, size, source, parameters }
+        };
+        driver.fulfil(&wish(&name, None)).await.unwrap();
+        driver.attach(&name).await;
+        let guest = Guest::connect(&driver.socket(&name));
+        let places = || (0..sectors(size)).step_by(EVERY).chain([sectors(size) - SOME]);
+        let writes = |stamp| {
+            let write = move |first| Action::Write { sectors: first..first + SOME, stamp };
+            places().map(write).collect()
+        };
+        guest.act(writes(1)).await;
+        let begin = Instant::now();
+        driver.snapshot("snap-1", &name).await.unwrap();
+        let taken = begin.elapsed();
+        guest.act(writes(2)).await;
+        let begin = Instant::now();
+        let source = Some(Source::Snapshot("snap-1".to_owned()));
+        driver.fulfil(&wish("restored", source)).await.unwrap();
+        let restored = begin.elapsed();
+        let begin = Instant::now();
+        driver.fulfil(&wish("clone", Some(Source::Volume(name.clone())))).await.unwrap();
+        calls.push((size >> 30, taken, restored, begin.elapsed()));
+        guest.act(writes(3)).await;
+        drop(guest);
+        driver.attach("restored").await;
+        driver.attach("clone").await;
+        for (volume, stamp) in [("restored", 1), ("clone", 2), (&name, 3)] {
+            let guest = Guest::connect(&driver.socket(volume));
+            for first in places() {
+                let found = guest.read(first..first + SOME).await;
+                assert_eq!(read(&found, first).unwrap(), [stamp; SOME], "{volume}: {first}");
+            }
+        }
+        for volume in ["restored", "clone", &name] {
+            driver.remove(volume).await;
+        }
+        driver.delete_snapshot("snap-1").await.unwrap();
+    }
+    for (size, taken, restored, cloned) in calls {
+        eprintln!("{size} GiB: snapshot {taken:?}, restored {restored:?}, cloned {cloned:?}");
     }
     driver.assert_empty().await;
 }
@@ -195,6 +252,13 @@ async fn a_hundred_snapshots_are_taken_under_a_vm() {
     tell("CreateSnapshot under a VM", times);
     let chain = work.merged().await;
     assert_eq!(chain, count + 1, "every layer has a name");
+    let mut left: Vec<_> = (0..count).map(|number| format!("snap-{number}")).collect();
+    while left.len() > 3 {
+        let at = usize::try_from(dice.roll(left.len().try_into().unwrap())).unwrap();
+        work.driver.delete_snapshot(&left.swap_remove(at)).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(dice.roll(60))).await;
+    }
+    assert_eq!(work.merged().await, left.len() + 1, "every layer has a name");
     work.end("100 snapshots").await;
 }
 

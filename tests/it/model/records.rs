@@ -123,7 +123,9 @@ impl Records {
             let (Some(parent), true) = (record["parent"].as_str(), open.len() < 2) else {
                 continue;
             };
-            let is_short = self.layers[parent]["size"].as_u64() < record["size"].as_u64();
+            // The parent may be gone by now: records are read one after the other.
+            let below = self.layers.get(parent).and_then(|parent| parent["size"].as_u64());
+            let is_short = below < record["size"].as_u64();
             if !record["detach"].is_null() && (open.is_empty() || !is_short) {
                 unmerged.push(format!("{layer} is a clone"));
             }

@@ -10,6 +10,7 @@ use crate::{
     harness::{Dice, Driver, LIMIT, daemons_below, names, signal, until},
 };
 use qsd_csi_vhost::Space;
+use serde_json::Value;
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
@@ -392,14 +393,16 @@ impl Sequence {
         }
     }
 
-    /// Discards, and notes what is read there from now on.
+    /// Discards, and notes what is read there from now on. Only a flush makes a discard last: what
+    /// a dying daemon has in memory of it is lost, and old data comes back.
     async fn discard(&mut self) {
         let Some(name) = self.pick_used() else { return self.attach().await };
         for _ in 0..=self.roll(3) {
             let sectors = some_sectors(&mut self.dice, self.volumes[&name].picture.sectors());
             self.note(format!("discard {sectors:?} of {name}"));
             let volume = self.volumes.get_mut(&name).unwrap();
-            volume.guest().act(vec![Action::Discard { sectors: sectors.clone() }]).await;
+            let discard = Action::Discard { sectors: sectors.clone() };
+            volume.guest().act(vec![discard, Action::Flush]).await;
             let found = volume.guest().read(sectors.clone()).await;
             let found = read(&found, sectors.start).unwrap();
             volume.picture.adopt_discarded(sectors.start, &found).unwrap();
@@ -718,11 +721,11 @@ impl Sequence {
     fn warnings(&self) -> String {
         let log = fs::read_to_string(self.driver.path("log")).unwrap();
         let mut kinds: BTreeMap<String, usize> = BTreeMap::new();
-        for line in log.lines().filter(|line| line.contains("WARN") || line.contains("ERROR")) {
-            let text = line.split_once("qsd_csi::").map_or(line, |(_, text)| text);
-            let digitless: String =
-                text.chars().filter(|letter| !letter.is_ascii_digit()).collect();
-            *kinds.entry(digitless).or_default() += 1;
+        let lines = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        for line in lines.filter(|line| line["level"] == "WARN" || line["level"] == "ERROR") {
+            let text = format!("{} {} {}", line["message"], line["reason"], line["error"]);
+            let kind: String = text.chars().filter(|letter| !letter.is_ascii_digit()).collect();
+            *kinds.entry(kind).or_default() += 1;
         }
         format!("{} steps, warnings: {kinds:#?}", self.done.len())
     }
