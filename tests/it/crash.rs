@@ -8,7 +8,7 @@ use crate::{
 use std::{collections::BTreeSet, fs, os::unix::fs::FileExt as _, path::Path};
 
 /// Every crash point, by the call that comes past it, in the order of the calls.
-const POINTS: [(&str, &[&str]); 17] = [
+const POINTS: [(&str, &[&str]); 19] = [
     (
         "create",
         &[
@@ -58,9 +58,11 @@ const POINTS: [(&str, &[&str]); 17] = [
     ("restore", &["volume-create-layer", "volume-create-layer-record", "volume-create-done"]),
     ("expand", &["volume-expand-intent", "volume-expand-grown", "volume-expand-done"]),
     ("modify", &["volume-modify-recorded"]),
+    ("snapshot above", &["snapshot-intent"]),
     ("delete restored", &["volume-delete-intent", "layer-remove-intent", "layer-remove-done"]),
     ("delete clone", &["layer-remove-file", "volume-delete-reclaimed"]),
     ("delete snapshot", &["snapshot-delete-intent", "snapshot-delete-reclaimed"]),
+    ("delete snapshot above", &["snapshot-delete-reclaimed"]),
     ("unpublish", &["node-unpublish-unmounted", "node-unpublish-removed"]),
     ("unstage", &["node-unstage-intent", "node-unstage-relay", "node-unstage-stopped"]),
     ("snapshot again", &["freeze-overlay-record", "freeze-adopted", "snapshot-done"]),
@@ -77,23 +79,23 @@ const POINTS: [(&str, &[&str]); 17] = [
     ),
 ];
 
-/// Crash points of background work, by the call that gives cause for it: in the daemon of the
-/// volume, and in one of its own.
-const BACKGROUND: [(&str, &[&str]); 2] = [
+/// Crash points of background work, by the call that gives cause for it, and how many layers it
+/// leaves: between two layers with names, in the active layer, and in a daemon of its own. No other
+/// work can come first.
+const BACKGROUND: [(&str, usize, &[&str]); 3] = [
     (
-        "delete snapshot",
-        &[
-            "work-begun",
-            "work-moved",
-            "merge-recorded",
-            "merge-file-removed",
-            "merge-done",
-            "commit-ready",
-            "commit-stopped",
-        ],
+        "delete clone",
+        3,
+        &["work-begun", "work-moved", "merge-recorded", "merge-file-removed", "merge-done"],
+    ),
+    (
+        "delete snapshot above",
+        1,
+        &["commit-ready", "commit-stopped", "merge-recorded", "merge-file-removed", "merge-done"],
     ),
     (
         "delete snapshot again",
+        1,
         &["work-begun", "workshop-moved", "merge-recorded", "merge-file-removed", "merge-done"],
     ),
 ];
@@ -114,7 +116,7 @@ async fn call(driver: &Driver, name: &str) -> Result<(), tonic::Status> {
         "stage" => driver.stage("pvc-1").await,
         "publish" => driver.publish("pvc-1").await,
         "upgrade" => driver.upgrade("pvc-1").await,
-        "snapshot" | "snapshot again" => driver.snapshot(name, "pvc-1").await,
+        "snapshot" | "snapshot above" | "snapshot again" => driver.snapshot(name, "pvc-1").await,
         "clone" => driver.create_from("clone", Source::Volume("pvc-1".into())).await,
         "restore" => driver.create_from("restored", Source::Snapshot("snapshot".into())).await,
         "expand" => driver.expand("pvc-1", 2 << 30).await,
@@ -124,6 +126,7 @@ async fn call(driver: &Driver, name: &str) -> Result<(), tonic::Status> {
         "delete snapshot" => driver.delete_snapshot("snapshot").await,
         "unpublish" => driver.unpublish("pvc-1").await,
         "unstage" => driver.unstage("pvc-1").await,
+        "delete snapshot above" => driver.delete_snapshot(&id_of("snapshot above")).await,
         "delete snapshot again" => driver.delete_snapshot(&id_of("snapshot again")).await,
         "delete" => driver.delete("pvc-1").await,
         other => panic!("no call {other}"),
@@ -172,7 +175,7 @@ async fn a_crash_at_any_point_of_a_call_heals_by_itself() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_crash_at_any_point_of_background_work_heals_by_itself() {
     let mut driver = Driver::start().await;
-    for (cause, points) in BACKGROUND {
+    for (cause, left, points) in BACKGROUND {
         for point in points {
             for (name, _) in POINTS {
                 if name != cause {
@@ -187,8 +190,8 @@ async fn a_crash_at_any_point_of_background_work_heals_by_itself() {
                 relaunch(&mut driver).await;
                 call(&driver, name).await.unwrap();
                 assert_at_rest(&driver, point).await;
-                until("one layer is left", async || names(&driver.path("pool/layers")).len() == 1)
-                    .await;
+                let layers = driver.path("pool/layers");
+                until("all is merged", async || names(&layers).len() == left).await;
             }
             driver.assert_empty().await;
         }
@@ -247,8 +250,9 @@ async fn assert_at_rest(driver: &Driver, point: &str) {
 
 #[test]
 fn the_walk_knows_every_point_there_is() {
-    let walked = POINTS.iter().chain(&BACKGROUND).flat_map(|(_, points)| points.iter().copied());
-    let walked = walked.chain(crate::remote::trouble::POINTS);
+    let calls = POINTS.iter().flat_map(|(_, points)| points.iter().copied());
+    let work = BACKGROUND.iter().flat_map(|(_, _, points)| points.iter().copied());
+    let walked = calls.chain(work).chain(crate::remote::trouble::POINTS);
     let known: BTreeSet<String> =
         walked.chain(START_UP.map(|(_, _, point)| point)).map(str::to_owned).collect();
     let mut found = BTreeSet::new();

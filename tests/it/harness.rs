@@ -151,7 +151,17 @@ impl Driver {
 
     /// Waits for the driver to end by itself.
     pub(crate) fn ended(&mut self) -> std::process::ExitStatus {
-        self.process.take().unwrap().wait().unwrap()
+        let (mut process, begin) = (self.process.take().unwrap(), Instant::now());
+        loop {
+            if let Some(status) = process.try_wait().unwrap() {
+                return status;
+            }
+            if begin.elapsed() > LIMIT {
+                self.process = Some(process); // so that it is ended with the test
+                panic!("the driver does not end by itself");
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// Ends the driver as the loss of the process would.

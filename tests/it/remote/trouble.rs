@@ -1,6 +1,6 @@
 //! Masters that die, hang, or lie: a clear error, in bounded time, and nobody else notices.
 
-use super::{close, create, from, layers, on, open, published, server, stage, stage_with};
+use super::{create, from, layers, on, open, published, server, stage, stage_with};
 use crate::{
     harness::{Driver, GIB, create_request, is_alive, part, signal, until},
     relay::front::Disk,
@@ -117,7 +117,13 @@ async fn hang(kind: Kind) {
     assert!(begin.elapsed() < PATIENCE, "{kind:?}: {:?}", begin.elapsed());
     drop(disk);
     let begin = Instant::now();
-    close(&driver, "pvc-1").await;
+    // A daemon that is stuck is just being replaced, and a call may come in between.
+    until("it is closed", async || {
+        let closed = [driver.unpublish("pvc-1").await, driver.unstage("pvc-1").await];
+        let refused = closed.iter().filter_map(|one| one.as_ref().err());
+        refused.inspect(|error| assert_eq!(error.code(), Code::Aborted, "{error}")).count() == 0
+    })
+    .await;
     eprintln!("{:6.2} s  {kind:?} unstaged", begin.elapsed().as_secs_f64());
     assert!(begin.elapsed() < 2 * PATIENCE, "{kind:?}: {:?}", begin.elapsed());
     let begin = Instant::now();
@@ -132,7 +138,8 @@ async fn hang(kind: Kind) {
     driver.assert_empty().await;
 }
 
-/// Longer than the relay waits for a daemon that it takes to be stuck: this one is not.
+/// Longer than the relay waits for a daemon that is stuck. Only that of an SSH server is: QEMU's
+/// client does not come back from a read. It is replaced, and does the request again.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_request_waits_for_a_server_that_is_away_for_a_moment() {
     join_all(KINDS.map(wait)).await;
@@ -145,10 +152,12 @@ async fn wait(kind: Kind) {
     let daemons = driver.daemons().await;
     server.stop();
     disk.begin_read(4096);
-    tokio::time::sleep(Duration::from_secs(9)).await;
+    tokio::time::sleep(Duration::from_secs(16)).await;
     server.go_on();
     assert_eq!(disk.outcome(), 0, "{kind:?}");
-    assert_eq!(driver.daemons().await, daemons, "{kind:?}: nothing was wrong with it");
+    if kind != Kind::Ssh {
+        assert_eq!(driver.daemons().await, daemons, "{kind:?}: nothing was wrong with it");
+    }
     drop(disk);
     driver.remove("pvc-1").await;
 }
