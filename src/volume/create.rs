@@ -6,6 +6,17 @@
 //!
 //! A crash before the end leaves a record in phase `Creating`, which start-up takes back; a failure
 //! takes back at once.
+//!
+//! What a volume stands on:
+//!
+//! ```text
+//!  active -> base                    a layer of the source, or a remote master
+//!  active -> copy -> base            to be made independent, and larger than the base
+//! ```
+//!
+//! While a layer is streamed into, QEMU fills no buffer that a guest reads from beyond the end of
+//! the layer below (`work`). So what is larger is not streamed into while a guest has it: a copy
+//! of the size of the base is made, and then merged with the active layer like any other.
 
 use super::{
     AccessMode, Begun, Claim, Content, CopyMode, Error, Format, FoundMaster, Freeze, LayerId,
@@ -50,6 +61,15 @@ pub struct Creation {
     pool: Arc<Pool>,
     intent: VolumeRecord,
     base: Option<Base>,
+    copy: Option<BaseCopy>,
+}
+
+/// A copy of the base that is to be made in the background.
+#[derive(Clone, Copy, Debug)]
+struct BaseCopy {
+    layer: LayerId,
+    /// That of the base.
+    size: Bytes,
 }
 
 /// What a new volume stands on.
@@ -67,7 +87,18 @@ pub(super) enum Base {
 pub(super) struct Place {
     pub(super) pool: Arc<Pool>,
     pub(super) size: Bytes,
+    /// Size of the base.
+    pub(super) least: Bytes,
     pub(super) base: Option<Base>,
+}
+
+impl Place {
+    /// The copy to be made of the base in between, if there is to be one.
+    fn copy(&self, new: &NewVolume) -> Option<BaseCopy> {
+        let is_copied = new.parameters.copy_mode() == CopyMode::Clone && self.base.is_some();
+        let copy = || BaseCopy { layer: LayerId::draw(), size: self.least };
+        (is_copied && self.size > self.least).then(copy)
+    }
 }
 
 impl Creation {
@@ -85,16 +116,13 @@ impl Base {
         match self {
             Self::Frozen(hold) => hold.layer(),
             Self::Active(freeze) => freeze.frozen(),
-            Self::Master(bottom) => bottom.layer(),
+            Self::Master(bottom) => bottom.layer,
         }
     }
 
-    /// Whether it is already the layer that is made independent.
-    fn is_copied(&self) -> bool {
-        match self {
-            Self::Master(bottom) => bottom.layer() != bottom.layer,
-            Self::Frozen(_) | Self::Active(_) => false,
-        }
+    /// Whether it is the volume itself.
+    fn is_active(&self) -> bool {
+        matches!(self, Self::Master(bottom) if bottom.role == Role::Active)
     }
 }
 
@@ -113,9 +141,11 @@ impl Volumes {
             return Ok(Begun::Exists(volume));
         }
         self.finish_deletion(id)?;
-        let Place { pool, size, base } = self.place(&pools, &new)?;
-        let creation =
-            Creation { id: id.clone(), pool, intent: new.intent(size, base.as_ref()), base };
+        let place = self.place(&pools, &new)?;
+        let copy = place.copy(&new);
+        let Place { pool, size, base, .. } = place;
+        let intent = new.intent(size, base.as_ref(), copy);
+        let creation = Creation { id: id.clone(), pool, intent, base, copy };
         match self.record_intent(&creation).map_err(Error::pool(id)) {
             Ok(()) => Ok(Begun::New(creation)),
             Err(error) => {
@@ -138,10 +168,9 @@ impl Volumes {
     /// Takes back a creation that goes no further.
     pub fn abandon_creation(&self, claim: &Claim, creation: Creation) {
         debug_assert_eq!(claim.volume(), &creation.id, "the claim is for this volume");
-        let Creation { id, pool, intent, base } = creation;
-        let layer = base.as_ref().map(Base::layer);
+        let Creation { id, pool, intent, base, .. } = creation;
         drop(base); // what is held cannot be reclaimed
-        if let Err(error) = self.take_back_volume(&pool, &id, &intent, layer) {
+        if let Err(error) = self.take_back_volume(&pool, &id, &intent) {
             tracing::warn!(volume = %id, error = %Chain(&error), "taking back a creation: start-up will finish it");
         }
     }
@@ -152,23 +181,19 @@ impl Volumes {
         pool: &Arc<Pool>,
         id: &VolumeId,
         intent: &VolumeRecord,
-        base: Option<LayerId>,
     ) -> Result<(), pool::Error> {
-        let Phase::Creating { active, overlay, copy, master } = intent.phase else {
+        let Phase::Creating { active, base, overlay, copy, master } = intent.phase else {
             return Ok(());
         };
         if let (Some(overlay), Some(Content::Volume(source))) = (overlay, &intent.content) {
             self.discard_overlay(pool, source, overlay)?;
         }
-        let kept = self.state.lock().layers.get(&active).map(|layer| layer.record.clone());
-        let base = base.or(kept.and_then(|record| record.parent));
-        self.forget_layer(pool, active)?;
+        for made in [Some(active), copy, master].into_iter().flatten() {
+            self.forget_layer(pool, made)?;
+        }
         // The snapshot that it stood on may have been deleted meanwhile.
         if let Some(base) = base {
             self.reclaim(base)?;
-        }
-        for below in [copy, master].into_iter().flatten() {
-            self.forget_layer(pool, below)?;
         }
         pool.remove_lock(id)?;
         let path = pool.record(Kind::Volume, id);
@@ -176,31 +201,34 @@ impl Volumes {
     }
 
     fn record_intent(&self, creation: &Creation) -> Result<(), pool::Error> {
-        let Creation { id, pool, intent, base } = creation;
+        let Creation { id, pool, intent, base, .. } = creation;
         record(pool, &pool.record(Kind::Volume, id), intent)?;
         crash::point("volume-create-intent");
         match base {
             Some(Base::Active(freeze)) => self.make_overlay(freeze),
-            Some(Base::Master(bottom)) => self.make_bottom(pool, intent, bottom),
+            Some(Base::Master(bottom)) => self.make_bottom(pool, bottom),
             Some(Base::Frozen(_)) | None => Ok(()),
         }
     }
 
     fn make_volume(&self, creation: &Creation) -> Result<(), pool::Error> {
-        let Creation { id, pool, intent, base } = creation;
+        let Creation { id, pool, intent, base, copy } = creation;
         let active = intent.phase.active();
-        let layer = match base {
-            None => {
-                let format = intent.parameters.format().unwrap_or(Format::Raw);
-                Some(LayerRecord::bottom(format, intent.size))
-            }
-            Some(Base::Master(bottom)) if bottom.role == Role::Active => None,
-            Some(base) => Some(LayerRecord {
-                detach: intent.detach().filter(|_| !base.is_copied()),
-                ..LayerRecord::overlay(base.layer(), intent.size)
-            }),
-        };
-        if let Some(layer) = layer {
+        if !base.as_ref().is_some_and(Base::is_active) {
+            let below = match (base, copy) {
+                (Some(base), Some(copy)) => Some(self.make_copy(pool, intent, base, *copy)?),
+                (base, _) => base.as_ref().map(Base::layer),
+            };
+            let layer = match below {
+                Some(below) => LayerRecord {
+                    detach: intent.detach().filter(|_| copy.is_none()),
+                    ..LayerRecord::overlay(below, intent.size)
+                },
+                None => {
+                    let format = intent.parameters.format().unwrap_or(Format::Raw);
+                    LayerRecord::bottom(format, intent.size)
+                }
+            };
             pool.create_layer(active, layer.format, layer.size)?;
             crash::point("volume-create-layer");
             self.add_layer(pool, active, layer)?;
@@ -213,6 +241,22 @@ impl Volumes {
         self.state.lock().volumes.insert(id.clone(), kept);
         crash::point("volume-create-done");
         Ok(())
+    }
+
+    fn make_copy(
+        &self,
+        pool: &Arc<Pool>,
+        intent: &VolumeRecord,
+        base: &Base,
+        copy: BaseCopy,
+    ) -> Result<LayerId, pool::Error> {
+        let BaseCopy { layer, size } = copy;
+        pool.create_layer(layer, Format::Qcow2, size)?;
+        crash::point("volume-create-copy");
+        let above = LayerRecord::overlay(base.layer(), size);
+        self.add_layer(pool, layer, LayerRecord { detach: intent.detach(), ..above })?;
+        crash::point("volume-create-copy-record");
+        Ok(layer)
     }
 
     /// The volume of this id if there is one that `new` would do with.
@@ -235,7 +279,7 @@ impl Volumes {
             }
             let size = new.size.chosen();
             let pool = self.roomiest(pools, size)?;
-            return Ok(Place { pool, size, base: None });
+            return Ok(Place { pool, size, least: Bytes::ZERO, base: None });
         };
         if new.parameters.copy_mode() == CopyMode::None {
             return Err(Error::NotASource(content.clone()));
@@ -250,7 +294,7 @@ impl Volumes {
             return Err(Error::SourceElsewhere { content, pool });
         }
         self.roomiest(std::slice::from_ref(&pool), size)?;
-        Ok(Place { pool, size, base: Some(base) })
+        Ok(Place { pool, size, least, base: Some(base) })
     }
 
     /// What a volume is to stand on: its pool and its size, too.
@@ -293,16 +337,20 @@ impl Volumes {
 }
 
 impl NewVolume {
-    fn intent(self, size: Bytes, base: Option<&Base>) -> VolumeRecord {
-        let (mut active, mut overlay, mut copy, mut master) = (LayerId::draw(), None, None, None);
+    fn intent(self, size: Bytes, base: Option<&Base>, copy: Option<BaseCopy>) -> VolumeRecord {
+        let (mut active, mut overlay, mut master) = (LayerId::draw(), None, None);
+        let mut below = None;
+        let copy = copy.map(|copy| copy.layer);
         match base {
-            Some(Base::Active(freeze)) => overlay = Some(freeze.overlay()),
+            Some(Base::Active(freeze)) => {
+                (below, overlay) = (Some(freeze.frozen()), Some(freeze.overlay()));
+            }
+            Some(Base::Frozen(hold)) => below = Some(hold.layer()),
             Some(Base::Master(bottom)) => match bottom.role {
                 Role::Active => active = bottom.layer,
                 Role::Base => master = Some(bottom.layer),
-                Role::Copied { copy: made } => (copy, master) = (Some(made), Some(bottom.layer)),
             },
-            Some(Base::Frozen(_)) | None => {}
+            None => {}
         }
         VolumeRecord {
             version: store::Version,
@@ -312,7 +360,7 @@ impl NewVolume {
             access_modes: self.access_modes,
             content: self.content,
             throttle: self.throttle,
-            phase: Phase::Creating { active, overlay, copy, master },
+            phase: Phase::Creating { active, base: below, overlay, copy, master },
         }
     }
 }

@@ -1,20 +1,14 @@
-//! Volumes on remote masters: the layers that one is the bottom of.
+//! Volumes on remote masters.
 //!
 //! ```text
-//!  none:                         master, which takes the writes
-//!  copy-on-write, copy-on-read:  active -> master
-//!  clone:                        active -> master, or, where the volume is larger:
-//!                                active -> copy, of the size of the master -> master
+//!  none:                                master, which takes the writes
+//!  copy-on-write, copy-on-read, clone:  active -> master (`create`)
 //! ```
-//!
-//! While a layer is streamed into, QEMU fills no buffer that a guest reads from beyond the end of
-//! the layer below (`work`). A copy that is no larger than its master is made under a guest all the
-//! same, and then merged with the active layer like any other.
 
 use super::{
     CopyMode, Error, Format, LayerId, Master, NewVolume, Volumes,
     create::{Base, Place},
-    record::{LayerRecord, VolumeRecord},
+    record::LayerRecord,
 };
 use crate::{
     crash,
@@ -47,20 +41,8 @@ pub(super) struct Bottom {
 pub(super) enum Role {
     /// The volume itself.
     Active,
-    /// What its active layer stands on.
+    /// What it stands on.
     Base,
-    /// What this layer is a copy of, on which the active layer stands.
-    Copied { copy: LayerId },
-}
-
-impl Bottom {
-    /// The layer that the active one stands on.
-    pub(super) fn layer(&self) -> LayerId {
-        match self.role {
-            Role::Active | Role::Base => self.layer,
-            Role::Copied { copy } => copy,
-        }
-    }
 }
 
 impl Volumes {
@@ -78,36 +60,21 @@ impl Volumes {
                 return Err(Error::NotSizeOfMaster { master, size });
             }
             CopyMode::None => (size, Bytes::ZERO, Role::Active),
-            mode @ (CopyMode::CopyOnWrite | CopyMode::CopyOnRead | CopyMode::Clone) => {
+            CopyMode::CopyOnWrite | CopyMode::CopyOnRead | CopyMode::Clone => {
                 let chosen = new.size.chosen_for(size);
                 let chosen = chosen.ok_or(Error::SmallerThanMaster { master, size })?;
-                let is_copied = mode == CopyMode::Clone && chosen > size;
-                let copied = Role::Copied { copy: LayerId::draw() };
-                (chosen, chosen, if is_copied { copied } else { Role::Base })
+                (chosen, chosen, Role::Base)
             }
         };
         let pool = self.roomiest(pools, space)?;
         let bottom = Bottom { layer: LayerId::draw(), record: found.record(), role };
-        Ok(Place { pool, size, base: Some(Base::Master(Box::new(bottom))) })
+        Ok(Place { pool, size, least: found.size, base: Some(Base::Master(Box::new(bottom))) })
     }
 
-    /// Makes what lies below the active layer. The intent that names it is recorded.
-    pub(super) fn make_bottom(
-        &self,
-        pool: &Arc<Pool>,
-        intent: &VolumeRecord,
-        bottom: &Bottom,
-    ) -> Result<(), pool::Error> {
-        let Bottom { layer, record, role } = bottom;
-        self.add_layer(pool, *layer, record.clone())?;
+    /// Records the master. The intent that names it is recorded.
+    pub(super) fn make_bottom(&self, pool: &Arc<Pool>, bottom: &Bottom) -> Result<(), pool::Error> {
+        self.add_layer(pool, bottom.layer, bottom.record.clone())?;
         crash::point("volume-create-master");
-        let Role::Copied { copy } = *role else { return Ok(()) };
-        pool.create_layer(copy, Format::Qcow2, record.size)?;
-        crash::point("volume-create-copy");
-        let detach = intent.detach();
-        let above = LayerRecord { detach, ..LayerRecord::overlay(*layer, record.size) };
-        self.add_layer(pool, copy, above)?;
-        crash::point("volume-create-copy-record");
         Ok(())
     }
 }

@@ -45,10 +45,13 @@ pub(super) enum Phase {
     /// Intended; its layer may be there in part. Nobody was told of it: start-up takes it back.
     Creating {
         active: LayerId,
+        /// The layer that it is to stand on. Its last name may be gone by now.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        base: Option<LayerId>,
         /// The layer that is put onto the source, so that the volume can stand on what was active.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         overlay: Option<LayerId>,
-        /// The copy that is to be made of its remote master.
+        /// The layer that is to become a copy of what it is made from.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         copy: Option<LayerId>,
         /// The remote master that it is to stand on.

@@ -118,10 +118,8 @@ impl Volumes {
         let creating: Vec<_> = self.state.lock().volumes.iter().filter_map(broken_off).collect();
         for (id, record) in creating {
             self.state.lock().volumes.remove(&id);
-            report(
-                &format!("creation of volume {id}"),
-                self.take_back_volume(pool, &id, &record, None),
-            );
+            let taken_back = self.take_back_volume(pool, &id, &record);
+            report(&format!("creation of volume {id}"), taken_back);
         }
     }
 

@@ -2,7 +2,7 @@
 //! would: it ends as if nothing had happened, and nothing is left behind.
 
 use crate::{
-    copies::Source,
+    copies::{Source, Wish},
     harness::{Driver, daemons_below, names, until},
 };
 use std::{collections::BTreeSet, fs, os::unix::fs::FileExt as _, path::Path};
@@ -169,6 +169,38 @@ async fn a_crash_at_any_point_of_a_call_heals_by_itself() {
             }
             driver.assert_empty().await;
         }
+    }
+}
+
+/// What a larger clone is made of goes, and with it the last of its source.
+#[tokio::test]
+async fn a_crash_leaves_nothing_of_a_copy_that_is_larger() {
+    let mut driver = Driver::start().await;
+    for point in [
+        "volume-create-intent",
+        "volume-create-copy",
+        "volume-create-copy-record",
+        "volume-create-layer",
+        "volume-create-layer-record",
+    ] {
+        driver.try_create("pvc-1").await.unwrap();
+        driver.snapshot("snapshot", "pvc-1").await.unwrap();
+        driver.delete("pvc-1").await.unwrap();
+        crash_at(&mut driver, point).await;
+        let wish = Wish {
+            name: "copy".into(),
+            size: 2 << 30,
+            source: Some(Source::Snapshot("snapshot".into())),
+            parameters: vec![("copyMode", "clone")],
+        };
+        driver.fulfil(&wish).await.unwrap_err();
+        assert!(!driver.ended().success(), "{point}");
+        relaunch(&mut driver).await;
+        assert_at_rest(&driver, point).await;
+        driver.fulfil(&wish).await.unwrap();
+        driver.delete("copy").await.unwrap();
+        driver.delete_snapshot("snapshot").await.unwrap();
+        driver.assert_empty().await;
     }
 }
 
