@@ -27,9 +27,10 @@ const SHARE: u64 = 16 << 10;
 /// Memory for requests in flight.
 const MEMORY: usize = 1 << 20;
 
-/// What durable writes go to, in the order of a round; the first is the reference.
-const TARGETS: [Target; 4] = [
+/// What durable writes go to, in the order of a round.
+const TARGETS: [Target; 5] = [
     Target { id: "raw", cache: Cache::Writethrough, kind: Kind::Raw },
+    Target { id: "thin", cache: Cache::Writethrough, kind: Kind::Thin },
     Target { id: "worn", cache: Cache::Writethrough, kind: Kind::Worn },
     Target { id: "fresh", cache: Cache::Writethrough, kind: Kind::Fresh },
     Target { id: "auto", cache: Cache::Writeback, kind: Kind::Raw },
@@ -47,10 +48,18 @@ struct Target {
 enum Kind {
     /// A raw layer with every block written before.
     Raw,
+    /// A raw layer that has nothing yet; another one each round.
+    Thin,
     /// An overlay with every block written before.
     Worn,
     /// An overlay that has nothing yet; another one each round.
     Fresh,
+}
+
+impl Kind {
+    fn is_overlay(self) -> bool {
+        matches!(self, Self::Worn | Self::Fresh)
+    }
 }
 
 /// Rates of one volume, a round each.
@@ -142,16 +151,15 @@ async fn deepen(
     Ok(disk)
 }
 
-async fn writes(driver: &mut Driver, plan: &Plan) -> anyhow::Result<Vec<Vec<Rates>>> {
+async fn writes(driver: &mut Driver, plan: &Plan) -> anyhow::Result<Vec<[Rates; TARGETS.len()]>> {
     let loads = write_loads(plan);
-    let mut rates: Vec<Vec<_>> =
-        loads.iter().map(|_| TARGETS.iter().map(|_| Rates::default()).collect()).collect();
+    let mut rates: Vec<[Rates; TARGETS.len()]> = loads.iter().map(|_| Default::default()).collect();
     for target in TARGETS {
         driver.client.create(target.id, plan.span, target.cache).await?;
         let paths = driver.scratch.paths(target.id)?;
         driver.client.attach(target.id, &paths).await?;
         fill(&paths, plan.span).await?;
-        if target.kind != Kind::Raw {
+        if target.kind.is_overlay() {
             driver.client.snapshot(&format!("{}-0", target.id), target.id).await?;
         }
         if target.kind == Kind::Worn {
@@ -166,8 +174,8 @@ async fn writes(driver: &mut Driver, plan: &Plan) -> anyhow::Result<Vec<Vec<Rate
                 for (wait, rates) in
                     [(Wait::Eventfd, &mut rates.asleep), (Wait::Polling, &mut rates.polling)]
                 {
-                    if target.kind == Kind::Fresh {
-                        refresh(driver, target.id, &paths).await?;
+                    if matches!(target.kind, Kind::Thin | Kind::Fresh) {
+                        refresh(driver, *target, &paths, plan.span).await?;
                     }
                     let (socket, load) = (socket.clone(), *load);
                     let run = blocking(move || {
@@ -185,18 +193,28 @@ async fn writes(driver: &mut Driver, plan: &Plan) -> anyhow::Result<Vec<Vec<Rate
         let paths = driver.scratch.paths(target.id)?;
         driver.client.detach(target.id, &paths).await?;
         driver.client.delete(target.id).await?;
-        if target.kind != Kind::Raw {
+        if target.kind.is_overlay() {
             driver.client.delete_snapshot(&format!("{}-0", target.id)).await?;
         }
     }
     Ok(rates)
 }
 
-/// Puts the volume back onto its snapshot: a volume anew, whose overlay has nothing yet.
-async fn refresh(driver: &mut Driver, id: &str, paths: &Paths) -> anyhow::Result<()> {
+/// A volume anew, whose active layer has nothing yet.
+async fn refresh(
+    driver: &mut Driver,
+    target: Target,
+    paths: &Paths,
+    span: u64,
+) -> anyhow::Result<()> {
+    let Target { id, cache, kind } = target;
     driver.client.detach(id, paths).await?;
     driver.client.delete(id).await?;
-    driver.client.restore(id, &format!("{id}-0"), Cache::Writethrough).await?;
+    if kind.is_overlay() {
+        driver.client.restore(id, &format!("{id}-0"), cache).await?;
+    } else {
+        driver.client.create(id, span, cache).await?;
+    }
     driver.client.attach(id, paths).await?;
     Ok(())
 }
@@ -271,28 +289,39 @@ fn tell_reads(reads: &[Rates], report: &mut Report) -> anyhow::Result<()> {
     report.figure("chain.svg", "reads a second through a chain", &chart)
 }
 
-fn tell_writes(writes: &[Vec<Rates>], report: &mut Report) {
+fn tell_writes(writes: &[[Rates; TARGETS.len()]], report: &mut Report) {
     report.heading("Writing into an overlay");
     report.text(
-        "4 KiB random writes a second, as ratios to a raw volume with `cache: writethrough` in the \
-         same round. `worn` is an overlay (qcow2) in which every block was written before, `fresh` \
-         one that has nothing yet, so that each first write of a cluster also allocates; both \
-         acknowledge a write when it is durable, as they must: their tables are in the memory of \
-         the daemon. `auto` is a raw volume that acknowledges before, and whose writes are durable \
-         after a flush.",
+        "4 KiB random writes a second, each durable when it is acknowledged (`cache: writethrough`), \
+         as ratios in the same round. In `raw` and `overlay` (qcow2) every block was written before; \
+         `thin` and `fresh` are the same with nothing in them yet, so that each first write also \
+         allocates. An overlay always acknowledges so, as its tables are in the memory of the \
+         daemon. `auto` is the raw volume as it is by default, which acknowledges before, and is \
+         durable after a flush.",
     );
-    let mut table = Table::new(["load", "raw: asleep / polling", "worn", "fresh", "auto"]);
-    for (load, rates) in LOADS.iter().zip(writes) {
+    let columns = [
+        "load",
+        "raw: asleep / polling",
+        "overlay : raw",
+        "thin : raw",
+        "fresh : thin",
+        "auto : raw",
+    ];
+    let mut table = Table::new(columns);
+    for (load, [raw, thin, worn, fresh, auto]) in LOADS.iter().zip(writes) {
         let rate = |rates: &[f64]| format!("{:.0}", median(rates.iter().copied()));
-        let cell = |n: usize| {
-            let (asleep, polling) = (
-                against(&rates[n].asleep, &rates[0].asleep),
-                against(&rates[n].polling, &rates[0].polling),
-            );
-            format!("{asleep} / {polling}")
+        let cell = |own: &Rates, base: &Rates| {
+            let asleep = against(&own.asleep, &base.asleep);
+            format!("{asleep} / {}", against(&own.polling, &base.polling))
         };
-        let raw = format!("{} / {}", rate(&rates[0].asleep), rate(&rates[0].polling));
-        table.row([(*load).to_owned(), raw, cell(1), cell(2), cell(3)]);
+        table.row([
+            (*load).to_owned(),
+            format!("{} / {}", rate(&raw.asleep), rate(&raw.polling)),
+            cell(worn, raw),
+            cell(thin, raw),
+            cell(fresh, thin),
+            cell(auto, raw),
+        ]);
     }
     report.table(&table);
 }
