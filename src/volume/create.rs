@@ -219,16 +219,13 @@ impl Volumes {
                 (Some(base), Some(copy)) => Some(self.make_copy(pool, intent, base, *copy)?),
                 (base, _) => base.as_ref().map(Base::layer),
             };
-            let layer = match below {
-                Some(below) => LayerRecord {
-                    detach: intent.detach().filter(|_| copy.is_none()),
-                    ..LayerRecord::overlay(below, intent.size)
-                },
-                None => {
-                    let format = intent.parameters.format().unwrap_or(Format::Raw);
-                    LayerRecord::bottom(format, intent.size)
-                }
+            let format = intent.parameters.format().unwrap_or(Format::Raw);
+            let bottom = || LayerRecord::bottom(format, intent.size);
+            let above = |below| LayerRecord {
+                detach: intent.detach().filter(|_| copy.is_none()),
+                ..LayerRecord::overlay(below, intent.size)
             };
+            let layer = below.map_or_else(bottom, above);
             pool.create_layer(active, layer.format, layer.size)?;
             crash::point("volume-create-layer");
             self.add_layer(pool, active, layer)?;
