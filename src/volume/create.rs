@@ -11,12 +11,12 @@
 //!
 //! ```text
 //!  active -> base                    a layer of the source, or a remote master
-//!  active -> copy -> base            to be made independent, and larger than the base
+//!  active -> copy -> base            to be made independent
 //! ```
 //!
-//! While a layer is streamed into, QEMU fills no buffer that a guest reads from beyond the end of
-//! the layer below (`work`). So what is larger is not streamed into while a guest has it: a copy
-//! of the size of the base is made, and then merged with the active layer like any other.
+//! The copy has the size of the base, whatever becomes of the volume: while a layer is streamed
+//! into, QEMU fills no buffer that a guest reads from beyond the end of the layer below (`work`).
+//! Then it is merged with the active layer like any other.
 
 use super::{
     AccessMode, Begun, Claim, Content, CopyMode, Error, Format, FoundMaster, Freeze, LayerId,
@@ -96,8 +96,7 @@ impl Place {
     /// The copy to be made of the base in between, if there is to be one.
     fn copy(&self, new: &NewVolume) -> Option<BaseCopy> {
         let is_copied = new.parameters.copy_mode() == CopyMode::Clone && self.base.is_some();
-        let copy = || BaseCopy { layer: LayerId::draw(), size: self.least };
-        (is_copied && self.size > self.least).then(copy)
+        is_copied.then(|| BaseCopy { layer: LayerId::draw(), size: self.least })
     }
 }
 
@@ -221,10 +220,7 @@ impl Volumes {
             };
             let format = intent.parameters.format().unwrap_or(Format::Raw);
             let bottom = || LayerRecord::bottom(format, intent.size);
-            let above = |below| LayerRecord {
-                detach: intent.detach().filter(|_| copy.is_none()),
-                ..LayerRecord::overlay(below, intent.size)
-            };
+            let above = |below| LayerRecord::overlay(below, intent.size);
             let layer = below.map_or_else(bottom, above);
             pool.create_layer(active, layer.format, layer.size)?;
             crash::point("volume-create-layer");

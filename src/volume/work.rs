@@ -87,6 +87,9 @@ pub enum Use {
     Unattached,
     /// A daemon serves it.
     Served,
+    /// A daemon serves it as a file: nothing can be done with its active layer, and what uses it
+    /// ends with that daemon.
+    Bound,
     /// A daemon should serve it, and none does.
     Unserved,
 }
@@ -434,10 +437,13 @@ impl State {
     }
 
     /// Whether a layer can go when its one child has what is in it. A master is no part of this: it
-    /// is copied where that was asked for, and only then.
+    /// is copied where that was asked for, and only then. A copy is made whole first.
     fn can_merge(&self, id: LayerId) -> bool {
-        let is_master = self.layers.get(&id).is_some_and(|layer| layer.record.master.is_some());
-        self.snapshots_of(id).next().is_none() && !self.is_held(id) && !is_master
+        let is_master_or_copy =
+            |layer: &KeptLayer| layer.record.master.is_some() || layer.record.detach.is_some();
+        self.snapshots_of(id).next().is_none()
+            && !self.is_held(id)
+            && !self.layers.get(&id).is_some_and(is_master_or_copy)
     }
 
     /// Whether the layers below can be opened where nobody has them open.
@@ -474,6 +480,9 @@ impl State {
         }
         let site = site(&volumes, used)?;
         let upper = self.layer(plan.upper)?;
+        if self.volume_on(plan.upper).is_some_and(|volume| used(volume) == Use::Bound) {
+            return None; // QEMU has no job on the layer that a file shows
+        }
         // While a layer is streamed into, QEMU fills no buffer that a guest reads from beyond the
         // end of the layer below, and says that it did.
         let is_streamable = site == Site::Workshop || lower.size >= upper.size;
@@ -542,8 +551,10 @@ fn site(volumes: &[&VolumeId], used: &impl Fn(&VolumeId) -> Use) -> Option<Site>
     for volume in volumes {
         match used(volume) {
             Use::Unattached => {}
-            Use::Served if site == Site::Workshop => site = Site::Daemon((*volume).clone()),
-            Use::Served | Use::Unserved => return None,
+            Use::Served | Use::Bound if site == Site::Workshop => {
+                site = Site::Daemon((*volume).clone());
+            }
+            Use::Served | Use::Bound | Use::Unserved => return None,
         }
     }
     Some(site)

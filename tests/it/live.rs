@@ -179,7 +179,12 @@ impl Loaded {
     /// Waits until no layer is left that could be merged: how many the volume has.
     async fn merged(&self) -> usize {
         let attached = ["pvc-1".to_owned()].into();
-        until("all is merged", async || self.records().unmerged(&attached).is_empty()).await;
+        let unmerged = || self.records().unmerged(&attached).len();
+        let mut left = unmerged();
+        while left > 0 {
+            until("fewer layers are left", async || unmerged() < left).await;
+            left = unmerged();
+        }
         let records = self.records();
         records.chain(records.active("pvc-1").unwrap()).len()
     }

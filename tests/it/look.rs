@@ -105,13 +105,13 @@ async fn a_clone_shows_how_far_it_has_come() {
     let parameters = [("copyMode", "clone"), ("cloneBytesPerSecond", "1Mi")];
     let slow = copy("copy", Source::Volume("base".into()), parameters);
     driver.fulfil(&slow).await.unwrap();
-    let top = async || of(&driver.inspect().await, "copy").layers[0].clone();
+    let made = async || of(&driver.inspect().await, "copy").layers[1].clone();
     until("the clone is worked on", async || {
-        let Layer { job, .. } = top().await;
+        let Layer { job, .. } = made().await;
         job.is_some_and(|job| job.done_bytes > 0 && job.done_bytes < job.total_bytes)
     })
     .await;
-    let Layer { detaching, job, trouble, .. } = top().await;
+    let Layer { detaching, job, trouble, .. } = made().await;
     assert!(detaching && job.unwrap().kind == "clone" && trouble.is_empty());
 }
 
