@@ -15,6 +15,7 @@
 
 mod attachment;
 mod change;
+pub mod device;
 mod host;
 mod layers;
 mod master;
@@ -23,10 +24,13 @@ mod recover;
 mod relayed;
 mod stage;
 mod tend;
+#[cfg(test)]
+mod testbed;
+mod tool;
 mod trial;
 mod upgrade;
 
-pub use host::{Error as HostError, HostPath};
+pub use host::{Bound, Error as HostError, HostPath};
 pub use publish::Publish;
 pub use relayed::Relayed;
 pub use stage::Stage;

@@ -3,6 +3,8 @@
 //! A path comes from outside, so it is judged before anything is touched: it must be absolute,
 //! lead nowhere but where it says, and name a place that is free or already ours.
 
+mod block;
+
 use crate::{crash, volume::RunKey};
 use rustix::{
     fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx},
@@ -15,6 +17,8 @@ use std::{
     os::unix::{ffi::OsStringExt as _, fs::DirBuilderExt as _, fs::MetadataExt as _},
     path::{Component, Path, PathBuf},
 };
+
+pub(super) use block::LOOP_MAJOR;
 
 /// Why a path will not do.
 #[derive(Debug, thiserror::Error)]
@@ -259,9 +263,11 @@ impl HostPath {
 }
 
 /// Whether a bind mount had to be made.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Bound {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bound {
+    /// It had.
     Now,
+    /// It was there.
     Already,
 }
 
