@@ -16,6 +16,7 @@
 mod attachment;
 mod change;
 pub mod device;
+pub mod filesystem;
 mod host;
 mod layers;
 mod master;

@@ -4,6 +4,7 @@
 //! lead nowhere but where it says, and name a place that is free or already ours.
 
 mod block;
+mod table;
 
 use crate::{crash, volume::RunKey};
 use rustix::{
@@ -19,6 +20,7 @@ use std::{
 };
 
 pub(super) use block::LOOP_MAJOR;
+pub(super) use table::{Mounted, is_mounted};
 
 /// Why a path will not do.
 #[derive(Debug, thiserror::Error)]

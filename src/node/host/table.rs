@@ -1,0 +1,111 @@
+//! The table of mounts: what is mounted at a path, without asking what is mounted there.
+//!
+//! A file system whose disk is gone answers nothing any more, and still must be unmounted.
+
+use super::{Error, HostPath, unescape};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+/// One line of the table (proc(5), `/proc/pid/mountinfo`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::node) struct Mounted {
+    /// The device that the file system is on.
+    pub(in crate::node) device: (u32, u32),
+    /// What of the file system is shown.
+    pub(in crate::node) root: PathBuf,
+    /// The kind of the file system.
+    pub(in crate::node) kind: String,
+    /// Whether nothing can be written through it.
+    pub(in crate::node) read_only: bool,
+    point: PathBuf,
+}
+
+impl HostPath {
+    /// The topmost mount here, if any.
+    pub(in crate::node) fn mounted(&self) -> Result<Option<Mounted>, Error> {
+        let path = match resolved(&self.path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            path => path.map_err(self.io("resolving"))?,
+        };
+        let mounts = table().map_err(self.io("listing the mounts of"))?;
+        Ok(mounts.into_iter().rev().find(|mounted| mounted.point == path))
+    }
+}
+
+impl HostPath {
+    /// An error unless an empty directory is here.
+    pub(in crate::node) fn require_empty(&self) -> Result<(), Error> {
+        self.require_directory()?;
+        if self.is_empty()? {
+            Ok(())
+        } else {
+            Err(self.taken("is a directory with something in it"))
+        }
+    }
+
+    /// What stands here stands in the way.
+    pub(in crate::node) fn taken(&self, what: &'static str) -> Error {
+        self.unsuitable(what)
+    }
+}
+
+/// Whether the file system on this device is mounted anywhere that we see.
+pub(in crate::node) fn is_mounted(device: (u32, u32)) -> io::Result<bool> {
+    Ok(table()?.iter().any(|mounted| mounted.device == device))
+}
+
+/// What the kernel calls a path: all but its last part is resolved, and that is not touched.
+fn resolved(path: &Path) -> io::Result<PathBuf> {
+    match (path.parent(), path.file_name()) {
+        (Some(parent), Some(name)) => Ok(parent.canonicalize()?.join(name)),
+        _ => Ok(path.to_owned()),
+    }
+}
+
+fn table() -> io::Result<Vec<Mounted>> {
+    let text = fs::read("/proc/self/mountinfo")?;
+    Ok(text.split(|byte| *byte == b'\n').filter_map(parse).collect())
+}
+
+fn parse(line: &[u8]) -> Option<Mounted> {
+    let mut fields = line.split(|byte| *byte == b' ').skip(2);
+    let (major, minor) = std::str::from_utf8(fields.next()?).ok()?.split_once(':')?;
+    let (root, point) = (unescape(fields.next()?), unescape(fields.next()?));
+    let options = fields.next()?;
+    let mut rest = fields.skip_while(|field| *field != b"-").skip(1);
+    let kind = String::from_utf8_lossy(rest.next()?).into_owned();
+    let of_all = rest.nth(1)?;
+    let is_read_only = |options: &[u8]| options.split(|byte| *byte == b',').any(|it| it == b"ro");
+    Some(Mounted {
+        device: (major.parse().ok()?, minor.parse().ok()?),
+        root,
+        kind,
+        read_only: is_read_only(options) || is_read_only(of_all),
+        point,
+    })
+}
+
+#[cfg(test)]
+mod test {
+    use super::*;
+
+    #[test]
+    fn a_line_of_the_table_tells_all_that_is_asked_of_it() {
+        let line = b"90 22 7:3 / /t/a\\040b rw,noatime shared:5 master:1 - ext4 /dev/loop3 rw,errors=continue";
+        let mounted = parse(line).unwrap();
+        assert_eq!((mounted.device, mounted.kind.as_str()), ((7, 3), "ext4"));
+        assert_eq!((mounted.root, mounted.point), ("/".into(), "/t/a b".into()));
+        assert!(!mounted.read_only);
+        let read_only = [
+            &b"90 22 7:3 / /t ro,noatime - xfs /dev/loop3 rw"[..],
+            b"90 22 7:3 / /t rw - xfs /dev/loop3 ro,x",
+        ];
+        for line in read_only {
+            assert!(parse(line).unwrap().read_only);
+        }
+        assert_eq!(parse(b""), None);
+        assert_eq!(parse(b"1 2 3:4 / /t rw shared:1"), None);
+    }
+}
