@@ -17,8 +17,10 @@ mod attachment;
 mod change;
 pub mod device;
 pub mod filesystem;
+mod form;
 mod host;
 mod layers;
+mod local;
 mod master;
 mod publish;
 mod recover;
@@ -31,6 +33,7 @@ mod tool;
 mod trial;
 mod upgrade;
 
+pub use form::{Capability, Form};
 pub use host::{Bound, Error as HostError, HostPath};
 pub use publish::Publish;
 pub use relayed::Relayed;
@@ -39,14 +42,14 @@ pub use upgrade::{Upgrade, When};
 
 use crate::{
     chain::Chain,
-    qsd::{self, Daemon, Durability, Launch, Programs, Reads},
+    qsd::{self, Daemon, Durability, Launch, Outlet, Programs, Reads},
     relay,
     run::{DaemonKey, RunDir, Slot, VolumeDir},
     source::SecretError,
     store, supervisor,
     volume::{
-        self, AccessMode, Busy, Cache, Claim, Claimed, CopyMode, Format, InFlight, LayerId,
-        NodeName, Outcome, ParameterError, RunKey, Volume, VolumeId, Volumes,
+        self, Busy, Cache, Claim, Claimed, CopyMode, Format, InFlight, LayerId, NodeName, Outcome,
+        ParameterError, RunKey, Volume, VolumeId, Volumes,
     },
 };
 use attachment::Attachment;
@@ -93,34 +96,34 @@ pub enum Error {
         path: PathBuf,
     },
     /// The volume is staged for another use.
-    #[error("volume_capability: volume {volume} is staged as {}, not {}", is.as_str(), asked.as_str())]
+    #[error("volume_capability: volume {volume} is staged as {is}, not {asked}")]
     StagedOtherwise {
         /// The volume.
         volume: VolumeId,
         /// How it is staged.
-        is: AccessMode,
+        is: Capability,
         /// How it was asked for.
-        asked: AccessMode,
+        asked: Capability,
     },
     /// The volume is published here, for another use.
-    #[error("volume_capability: volume {volume} is published as {}, not {}", is.as_str(), asked.as_str())]
+    #[error("volume_capability: volume {volume} is published as {is}, not {asked}")]
     PublishedOtherwise {
         /// The volume.
         volume: VolumeId,
         /// How it is published.
-        is: AccessMode,
+        is: Capability,
         /// How it was asked for.
-        asked: AccessMode,
+        asked: Capability,
     },
     /// The volume is staged for another use than it is to be published for.
-    #[error("volume_capability: volume {volume} is staged as {}; stage it as {}", is.as_str(), asked.as_str())]
+    #[error("volume_capability: volume {volume} is staged as {is}; stage it as {asked}")]
     NotStagedFor {
         /// The volume.
         volume: VolumeId,
         /// How it is staged.
-        is: AccessMode,
+        is: Capability,
         /// How it was asked for.
-        asked: AccessMode,
+        asked: Capability,
     },
     /// The volume is published, and this call would pull it away or share it.
     #[error("volume {volume} is published at {}; unpublish it there first", target.display())]
@@ -220,6 +223,30 @@ pub enum Error {
         /// Why not.
         source: relay::Error,
     },
+    /// The block device of the volume cannot be had.
+    #[error("block device of volume {volume}")]
+    Device {
+        /// The volume.
+        volume: VolumeId,
+        /// Why not.
+        source: device::Error,
+    },
+    /// The file system of the volume cannot be had.
+    #[error("file system of volume {volume}")]
+    Filesystem {
+        /// The volume.
+        volume: VolumeId,
+        /// Why not.
+        source: filesystem::Error,
+    },
+    /// The consumers of the volume would not survive another daemon.
+    #[error("volume {volume} is staged as {form}, which ends with its daemon; unstage it first")]
+    BoundToDaemon {
+        /// The volume.
+        volume: VolumeId,
+        /// In which form.
+        form: Form,
+    },
     /// The volume has no daemon that could be replaced.
     #[error("volume {0} is not served by a daemon; stage it first")]
     NotServed(VolumeId),
@@ -283,8 +310,10 @@ pub struct Attachments {
     pub staging_path: PathBuf,
     /// Where it is published.
     pub targets: Vec<PathBuf>,
-    /// The vhost-user-blk socket itself.
-    pub socket: PathBuf,
+    /// In which form it is published.
+    pub form: Form,
+    /// The vhost-user-blk socket itself, in that form.
+    pub socket: Option<PathBuf>,
     /// The monitor for people.
     pub monitor: PathBuf,
     /// How often its daemon was started again since the driver started.
@@ -331,10 +360,12 @@ impl Node {
     pub fn attachment(&self, volume: &VolumeId) -> Option<Attachments> {
         let attached = self.attached().get(volume).cloned()?;
         let dir = self.dir(volume);
+        let form = attached.attachment.form;
         Some(Attachments {
             staging_path: attached.attachment.staging_path,
             targets: attached.attachment.targets,
-            socket: dir.vhost_socket(),
+            socket: (form == Form::VhostUser).then(|| dir.vhost_socket()),
+            form,
             monitor: dir.daemon(self.slot(volume)).debug_monitor(),
             restarts: attached.restarts,
             warning: match &attached.service {
@@ -409,7 +440,8 @@ impl Node {
     fn launch(&self, id: &VolumeId, slot: Slot) -> Result<Launch, Error> {
         let volume = self.volumes.find(id)?;
         let layers = volume.layers().to_vec();
-        let durability = self.durability(id, layers[0].format)?;
+        let form = self.form(id);
+        let durability = self.durability(id, &form, layers[0].format)?;
         let reads = match volume.parameters().copy_mode() {
             CopyMode::CopyOnRead => Reads::Copy,
             CopyMode::None | CopyMode::CopyOnWrite | CopyMode::Clone => Reads::Pass,
@@ -419,7 +451,13 @@ impl Node {
             program: self.config.qsd.newest(),
             dir: self.dir(id).daemon(slot),
             exclusive: volume.lock()?,
-            socket: self.backend_socket(id, slot),
+            outlet: match form {
+                Form::VhostUser => Outlet::Socket(self.backend_socket(id, slot)),
+                Form::Block | Form::Filesystem { .. } => {
+                    let dir = self.dir(id);
+                    Outlet::File(dir.disks().pop().unwrap_or_else(|| dir.next_disk()))
+                }
+            },
             credentials: self.credentials(&volume)?,
             layers,
             reads,
@@ -429,9 +467,23 @@ impl Node {
         })
     }
 
+    /// The form in which a volume is staged, or just being staged.
+    fn form(&self, id: &VolumeId) -> Form {
+        let noted = || store::load::<Attachment>(&self.dir(id).attachment()).ok().flatten();
+        let attachment = self.find(id).map(|one| one.attachment).or_else(noted);
+        attachment.map(|one| one.form).unwrap_or_default()
+    }
+
     /// When writes of a volume are acknowledged whose active layer is of this format.
-    fn durability(&self, id: &VolumeId, active: Format) -> Result<Durability, Error> {
-        Ok(match (self.volumes.find(id)?.parameters().cache(), active) {
+    ///
+    /// Who uses it through a file loses it with the daemon, and knows that what was not flushed may
+    /// be gone.
+    fn durability(&self, id: &VolumeId, form: &Form, active: Format) -> Result<Durability, Error> {
+        let cache = self.volumes.find(id)?.parameters().cache();
+        if !form.is_relayed() && cache == Cache::Auto {
+            return Ok(Durability::OnFlush);
+        }
+        Ok(match (cache, active) {
             // Nothing of a raw layer is in the memory of the daemon (facts/qsd.md, D2).
             (Cache::Auto, Format::Raw) | (Cache::Writeback, _) => Durability::OnFlush,
             (Cache::Auto, Format::Qcow2) | (Cache::Writethrough, _) => Durability::EachWrite,
@@ -516,6 +568,11 @@ impl Error {
     fn run(path: &Path) -> impl FnOnce(io::Error) -> Self + use<> {
         let path = path.to_owned();
         move |source| Self::Run { path, source }
+    }
+
+    fn filesystem(volume: &VolumeId) -> impl FnOnce(filesystem::Error) -> Self + use<> {
+        let volume = volume.clone();
+        move |source| Self::Filesystem { volume, source }
     }
 
     fn daemon(volume: &VolumeId) -> impl FnOnce(qsd::Error) -> Self + use<> {

@@ -12,9 +12,9 @@ mod monitor;
 mod program;
 
 pub use daemon::{Daemon, Error, FLUSH, Launch, Workshop, start_trial};
-pub use graph::{Durability, QUEUES, Reads};
+pub use graph::{Durability, Outlet, QUEUES, Reads};
 pub use live::Jobs;
 pub use live::{Height, JobState};
 pub use master::{Credentials, Error as MasterError, Master};
 pub use monitor::{Command, Error as MonitorError, Monitor};
-pub use program::{Identity, Programs, identity};
+pub use program::{Identity, Programs, Version, identity};

@@ -15,20 +15,28 @@
 //!   back.sock back2.sock      the export, for the relay, at one or the other           (daemon)
 //! RUN/<key>/relay.json        which of them the relay leads to                          (relay)
 //! RUN/<key>/export/           the directory that is published: vhost.sock               (relay)
+//! RUN/<key>/disk.<n>          the export as a file, where no VM is served; the last one  (daemon)
 //! RUN/relay/                  lock, log, and the sockets of the relay       (supervisor, relay)
 //! ```
 
 use crate::{store, volume::RunKey};
+use rustix::{
+    io::Errno,
+    mount::{UnmountFlags, unmount},
+};
 use serde::{Deserialize, Serialize};
 use std::{
     fmt, fs, io,
-    os::unix::fs::DirBuilderExt as _,
+    os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
     str::FromStr,
 };
 
 /// The longest path a Unix socket can have, in bytes (facts/qsd.md section 1).
 const LONGEST_SOCKET: usize = 107;
+
+/// What the names of files begin with that daemons export.
+const DISK: &str = "disk.";
 
 /// What keeps a directory from being a run directory.
 #[derive(Debug, thiserror::Error)]
@@ -287,6 +295,34 @@ impl VolumeDir {
         self.export().join("vhost.sock")
     }
 
+    /// The volume as a file, below a block device: one for each daemon that it had, the last one
+    /// last. A file ends with its daemon, but what stands on it may be there for longer.
+    pub fn disks(&self) -> Vec<PathBuf> {
+        let entries = fs::read_dir(&self.0).into_iter().flatten().flatten();
+        let mut numbers: Vec<u32> =
+            entries.filter_map(|entry| disk_number(entry.file_name().to_str()?)).collect();
+        numbers.sort_unstable();
+        numbers.into_iter().map(|number| self.disk(number)).collect()
+    }
+
+    /// Where the next daemon puts its file.
+    pub fn next_disk(&self) -> PathBuf {
+        let last = self.disks().pop();
+        let number = last.and_then(|last| disk_number(last.file_name()?.to_str()?));
+        self.disk(number.map_or(0, |number| number.saturating_add(1)))
+    }
+
+    /// Noted where a pod was shown what stands on such a file.
+    pub fn shown(disk: &Path) -> PathBuf {
+        let mut name = disk.as_os_str().to_owned();
+        name.push(".shown");
+        name.into()
+    }
+
+    fn disk(&self, number: u32) -> PathBuf {
+        self.0.join(format!("{DISK}{number}"))
+    }
+
     /// Makes the directory, those of its daemons, and the one to publish.
     ///
     /// Only the published one can be entered by others: a VM does not run as root.
@@ -294,6 +330,12 @@ impl VolumeDir {
         make_dir(&self.0)?;
         Slot::ALL.into_iter().try_for_each(|slot| make_dir(&self.daemon(slot).0))?;
         fs::DirBuilder::new().recursive(true).mode(0o755).create(self.export())
+    }
+
+    /// Removes a file that a daemon exported, whatever became of the daemon.
+    pub fn remove_disk(&self, disk: &PathBuf) -> io::Result<()> {
+        remove_mount_point(disk)?;
+        remove(&Self::shown(disk))
     }
 
     /// Removes what the relay would find, and where VMs would find the relay.
@@ -310,6 +352,7 @@ impl VolumeDir {
             remove(&store::draft_of(&record))?;
         }
         Slot::ALL.into_iter().try_for_each(|slot| self.daemon(slot).remove())?;
+        self.disks().iter().try_for_each(|disk| self.remove_disk(disk))?;
         fs::remove_dir_all(self.export()).or_else(gone)?;
         fs::remove_dir(&self.0).or_else(gone)
     }
@@ -386,6 +429,30 @@ impl DaemonDir {
         remove(&self.log())?;
         remove(&self.lock())?;
         fs::remove_dir(&self.0).or_else(gone)
+    }
+}
+
+fn disk_number(name: &str) -> Option<u32> {
+    name.strip_prefix(DISK)?.parse().ok()
+}
+
+/// Makes an empty file for a file system to be mounted on. What is written to it while nothing is
+/// mounted must go nowhere, so nobody may.
+pub fn make_mount_point(file: &Path) -> io::Result<()> {
+    let mut options = fs::OpenOptions::new();
+    options.write(true).create_new(true).mode(0o400).open(file).map(drop)
+}
+
+/// Removes such a file, and all that is mounted on it, also where its server is dead, or somebody
+/// has it open.
+fn remove_mount_point(file: &PathBuf) -> io::Result<()> {
+    loop {
+        match unmount(file, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
+            Ok(()) => {}
+            // Nothing is mounted there, or there is nothing.
+            Err(Errno::INVAL | Errno::NOENT) => return remove(file),
+            Err(error) => return Err(error.into()),
+        }
     }
 }
 

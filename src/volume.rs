@@ -43,8 +43,8 @@ pub use layer::{Layer, Login, Master, Place};
 pub use look::{Sight, Standing};
 pub use master::FoundMaster;
 pub use parameters::{
-    AccessMode, Cache, CopyMode, GRAIN, Overcommit, ParameterError, Parameters, RangeError,
-    SizeRange,
+    AccessMode, Cache, CopyMode, GRAIN, Overcommit, ParameterError, Parameters, PublishAs,
+    RangeError, SizeRange,
 };
 pub use record::{Content, Format};
 pub use snapshot::{NewSnapshot, Snapshot, SnapshotEntry, Taking};

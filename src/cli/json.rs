@@ -94,7 +94,8 @@ pub(super) struct Pool {
 struct Attachment {
     staging_path: String,
     target_paths: Vec<String>,
-    socket: String,
+    form: String,
+    socket: Option<String>,
     daemon: Option<Daemon>,
     trouble: Option<String>,
     warning: Option<String>,
@@ -167,7 +168,8 @@ impl From<inspect::Volume> for Volume {
             attachment: volume.attachment.map(|attachment| Attachment {
                 staging_path: attachment.staging_path,
                 target_paths: attachment.target_paths,
-                socket: attachment.socket,
+                form: attachment.form,
+                socket: some(attachment.socket),
                 daemon: attachment.daemon.map(daemon),
                 trouble: some(attachment.trouble),
                 warning: some(attachment.warning),

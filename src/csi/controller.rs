@@ -7,11 +7,11 @@ use super::{
 use crate::{
     blocking::blocking,
     chain::Chain,
-    node::Node,
+    node::{Form, Node},
     units::Bytes,
     volume::{
-        Claim, Content, Entry, GRAIN, NewVolume, Outcome, Snapshot, SnapshotEntry, SnapshotId,
-        Volume, VolumeId,
+        Claim, Content, Entry, GRAIN, NewVolume, Outcome, PublishAs, Snapshot, SnapshotEntry,
+        SnapshotId, Volume, VolumeId,
     },
 };
 use pb::{
@@ -88,7 +88,8 @@ impl controller_server::Controller for Controller {
             return Err(parse::Error::Empty("volume_capabilities").into());
         }
         let volume = self.0.find(id)?;
-        let wishes = parse::capabilities(&request.volume_capabilities)
+        let publish = volume.parameters().publish();
+        let wishes = parse::capabilities(&request.volume_capabilities, publish)
             .map(drop)
             .and_then(|()| parse::parameters(request.parameters.clone()).map(drop))
             .and_then(|()| {
@@ -164,7 +165,7 @@ impl controller_server::Controller for Controller {
             .accessible_topology
             .is_some_and(|topology| !parse::is_here(&topology, self.0.node.name()));
         let unserved = !request.volume_capabilities.is_empty()
-            && parse::capabilities(&request.volume_capabilities).is_err();
+            && parse::capabilities(&request.volume_capabilities, parameters.publish()).is_err();
         let (mut sum, mut largest) = (Bytes::ZERO, Bytes::ZERO);
         if !elsewhere && !unserved {
             let volumes = self.0.node.volumes().clone();
@@ -291,16 +292,22 @@ impl controller_server::Controller for Controller {
         let request = request.into_inner();
         let id = parse::volume_id(request.volume_id)?;
         let range = parse::new_size(request.capacity_range)?;
-        if let Some(capability) = &request.volume_capability {
-            parse::capabilities(std::slice::from_ref(capability))?;
-        }
-        let id = self.0.find(id)?.id().clone();
+        let capability = request.volume_capability.map(|one| parse::capability(Some(one)));
+        let capability = capability.transpose()?;
+        let volume = self.0.find(id)?;
+        let (id, publish) = (volume.id().clone(), volume.parameters().publish());
+        let used = capability.map(|one| parse::used(&one, publish)).transpose()?;
+        // Whoever does not say how it is used may have a file system on it.
+        let has_file_system = match used {
+            Some(used) => matches!(used.form, Form::Filesystem { .. }),
+            None => publish == PublishAs::Filesystem,
+        };
         let work = |claim: Arc<Claim>, node: Node| async move { node.expand(claim, range).await };
         let (volume, _) = self.0.claimed(&id, work).await?;
         Ok(Response::new(pb::ControllerExpandVolumeResponse {
             capacity_bytes: volume.size().into(),
-            // The guest has been told.
-            node_expansion_required: false,
+            // A guest has been told, and a block device has grown.
+            node_expansion_required: has_file_system,
         }))
     }
 
@@ -327,8 +334,8 @@ pub(super) fn unimplemented(rpc: &str) -> Status {
 impl Controller {
     fn new_volume(&self, request: pb::CreateVolumeRequest) -> Result<NewVolume, parse::Error> {
         parse::name(&request.name)?;
-        let access_modes = parse::capabilities(&request.volume_capabilities)?;
         let parameters = parse::parameters(request.parameters)?;
+        let access_modes = parse::capabilities(&request.volume_capabilities, parameters.publish())?;
         let size = parse::size(request.capacity_range, parameters.source())?;
         let changes = parse::mutable_parameters(request.mutable_parameters);
         let throttle = parameters.throttle().with(&changes)?;

@@ -6,10 +6,16 @@ use super::{
 };
 use crate::{
     blocking::blocking,
-    node::{Node, Publish, Stage},
-    volume::Claim,
+    node::{
+        Node, Publish, Stage,
+        filesystem::{Share, Stats},
+    },
+    volume::{Claim, SizeRange},
 };
-use pb::node_service_capability::{Rpc, Type, rpc};
+use pb::{
+    node_service_capability::{Rpc, Type, rpc},
+    volume_usage::Unit,
+};
 use std::{collections::HashMap, path::Path, sync::Arc};
 use tonic::{Request, Response, Status};
 
@@ -25,6 +31,13 @@ const CAPABILITIES: [rpc::Type; 4] = [
     rpc::Type::SingleNodeMultiWriter,
 ];
 
+fn usage_of(share: Share, unit: Unit) -> pb::VolumeUsage {
+    let count = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
+    let Share { total, used, available } = share;
+    let (total, used, available) = (count(total), count(used), count(available));
+    pb::VolumeUsage { available, total, used, unit: unit.into() }
+}
+
 #[tonic::async_trait]
 impl node_server::Node for NodeService {
     #[tracing::instrument(skip_all, fields(volume = request.get_ref().volume_id))]
@@ -35,12 +48,13 @@ impl node_server::Node for NodeService {
         let request = request.into_inner();
         let id = parse::volume_id(request.volume_id)?;
         let staging_path = parse::path("staging_target_path", request.staging_target_path)?;
-        let access = parse::capability(request.volume_capability.as_ref())?;
+        let capability = parse::capability(request.volume_capability)?;
         let volume = self.0.find(id)?;
+        let capability = parse::used(&capability, volume.parameters().publish())?;
         let source = volume.master().map(|master| &master.source);
         let secrets = parse::secrets(source, request.secrets)?;
         let id = volume.id().clone();
-        let stage = Stage { staging_path, access, secrets };
+        let stage = Stage { staging_path, capability, secrets };
         let work = |claim: Arc<Claim>, node: Node| async move { node.stage(&claim, stage).await };
         self.0.claimed(&id, work).await?;
         Ok(Response::new(pb::NodeStageVolumeResponse::default()))
@@ -70,17 +84,19 @@ impl node_server::Node for NodeService {
         let request = request.into_inner();
         let id = parse::volume_id(request.volume_id)?;
         let target = parse::path("target_path", request.target_path)?;
-        let access = parse::capability(request.volume_capability.as_ref())?;
+        let capability = parse::capability(request.volume_capability)?;
         parse::not_served("readonly", request.readonly.then(|| true.to_string()))?;
-        let id = self.0.find(id)?.id().clone();
+        let volume = self.0.find(id)?;
+        let capability = parse::used(&capability, volume.parameters().publish())?;
+        let id = volume.id().clone();
         if request.staging_target_path.is_empty() {
             return Err(parse::Error::NoStaging.into());
         }
         let staging_path = parse::path("staging_target_path", request.staging_target_path)?;
-        let publish = Publish { staging_path, target, access };
+        let publish = Publish { staging_path, target, capability };
         let work = |claim: Arc<Claim>, node: Node| async move {
             node.serve(&claim).await?;
-            blocking(move || node.publish(&claim, &publish)).await
+            node.publish(&claim, &publish).await
         };
         self.0.claimed(&id, work).await?;
         Ok(Response::new(pb::NodePublishVolumeResponse::default()))
@@ -96,7 +112,7 @@ impl node_server::Node for NodeService {
         let target = parse::path("target_path", request.target_path)?;
         if let Ok(id) = id {
             let work = |claim: Arc<Claim>, node: Node| async move {
-                blocking(move || node.unpublish(&claim, &target)).await
+                node.unpublish(&claim, &target).await
             };
             self.0.claimed(&id, work).await?;
         }
@@ -116,16 +132,17 @@ impl node_server::Node for NodeService {
         let id = self.0.find(id)?.id().clone();
         // Only compared with what is known, so that any path we do not know is just not found.
         let volume = self.0.node.volume_at(&id, Path::new(&request.volume_path))?;
-        let (total, used) = blocking(move || (volume.size(), volume.allocated())).await;
-        Ok(Response::new(pb::NodeGetVolumeStatsResponse {
-            usage: vec![pb::VolumeUsage {
-                available: total.saturating_sub(used).into(),
-                total: total.into(),
-                used: used.into(),
-                unit: pb::volume_usage::Unit::Bytes.into(),
-            }],
-            volume_condition: None,
-        }))
+        let usage = if let Some(stats) = self.0.node.filesystem_stats(&id).await? {
+            let Stats { bytes, inodes } = stats;
+            let (bytes, inodes) = ((bytes, Unit::Bytes), (inodes, Unit::Inodes));
+            [bytes, inodes].map(|(share, unit)| usage_of(share, unit)).into()
+        } else {
+            let measured = blocking(move || (volume.size(), volume.allocated())).await;
+            let (total, used) = (measured.0.count(), measured.1.count());
+            let share = Share { total, used, available: total.saturating_sub(used) };
+            vec![usage_of(share, Unit::Bytes)]
+        };
+        Ok(Response::new(pb::NodeGetVolumeStatsResponse { usage, volume_condition: None }))
     }
 
     #[tracing::instrument(skip_all, fields(volume = request.get_ref().volume_id))]
@@ -140,14 +157,12 @@ impl node_server::Node for NodeService {
         }
         let id = self.0.find(id)?.id().clone();
         let volume = self.0.node.volume_at(&id, Path::new(&request.volume_path))?;
-        let Some(range) = request.capacity_range else {
-            // Everything was done when the controller was asked.
-            let capacity_bytes = volume.size().into();
-            return Ok(Response::new(pb::NodeExpandVolumeResponse { capacity_bytes }));
-        };
-        let range = parse::new_size(Some(range))?;
-        let work = |claim: Arc<Claim>, node: Node| async move { node.expand(claim, range).await };
-        let (volume, _) = self.0.claimed(&id, work).await?;
+        // Without one it is as large as the controller was asked for.
+        let range = request.capacity_range.map(|range| parse::new_size(Some(range)));
+        let range = range.transpose()?.unwrap_or(SizeRange::at_least(volume.size()));
+        let work =
+            |claim: Arc<Claim>, node: Node| async move { node.expand_here(claim, range).await };
+        let volume = self.0.claimed(&id, work).await?;
         let capacity_bytes = volume.size().into();
         Ok(Response::new(pb::NodeExpandVolumeResponse { capacity_bytes }))
     }

@@ -2,12 +2,15 @@
 
 use super::{TOPOLOGY, pb::csi as pb};
 use crate::{
-    node::{HostError, HostPath},
+    node::{
+        Capability, Form, HostError, HostPath,
+        filesystem::{self, Kind, MountFlags},
+    },
     source::{SecretError, Secrets, Source},
     units::Bytes,
     volume::{
         AccessMode, Content, InvalidName, NewSnapshot, NodeName, ParameterError, Parameters,
-        RangeError, SizeRange, SnapshotId, VolumeId,
+        PublishAs, RangeError, SizeRange, SnapshotId, VolumeId,
     },
 };
 use pb::{
@@ -46,6 +49,8 @@ pub(super) enum Error {
     Range(#[from] RangeError),
     #[error(transparent)]
     Parameter(#[from] ParameterError),
+    #[error(transparent)]
+    Filesystem(#[from] filesystem::Error),
     #[error(transparent)]
     Secrets(#[from] SecretError),
     #[error(transparent)]
@@ -189,38 +194,71 @@ pub(super) fn path(field: &'static str, text: String) -> Result<HostPath, Error>
 /// The access modes of a volume's capabilities; there is at least one, and all are served.
 pub(super) fn capabilities(
     capabilities: &[pb::VolumeCapability],
+    publish: PublishAs,
 ) -> Result<BTreeSet<AccessMode>, Error> {
     if capabilities.is_empty() {
         return Err(Error::Empty("volume_capabilities"));
     }
-    capabilities.iter().map(|one| mode_of(one, "volume_capabilities")).collect()
+    let field = "volume_capabilities";
+    let mode = |one| form_of(one, publish, field).and_then(|_| mode_of(one, field));
+    capabilities.iter().map(mode).collect()
 }
 
-/// The access mode of one capability that CSI requires.
-pub(super) fn capability(capability: Option<&pb::VolumeCapability>) -> Result<AccessMode, Error> {
+/// The one capability that CSI requires, which makes sense for some volume.
+pub(super) fn capability(
+    capability: Option<pb::VolumeCapability>,
+) -> Result<pb::VolumeCapability, Error> {
     let field = "volume_capability";
-    mode_of(capability.ok_or(Error::Empty(field))?, field)
+    let capability = capability.ok_or(Error::Empty(field))?;
+    mode_of(&capability, field)?;
+    if capability.access_type.is_none() {
+        form_of(&capability, PublishAs::default(), field)?;
+    }
+    Ok(capability)
+}
+
+/// What a capability asks for of a volume that is published so.
+pub(super) fn used(
+    capability: &pb::VolumeCapability,
+    publish: PublishAs,
+) -> Result<Capability, Error> {
+    let field = "volume_capability";
+    let (form, access) = (form_of(capability, publish, field)?, mode_of(capability, field)?);
+    Ok(Capability { access, form })
 }
 
 /// The vhost-user form is a directory: access type `mount`, whose file system and mount options
 /// have no meaning here. A default `fs_type`, which provisioners add by themselves, is passed over.
-fn mode_of(one: &pb::VolumeCapability, field: &'static str) -> Result<AccessMode, Error> {
+fn form_of(
+    one: &pb::VolumeCapability,
+    publish: PublishAs,
+    field: &'static str,
+) -> Result<Form, Error> {
     let refuse = |value: String, instead| Err(Error::NotServed { field, value, instead });
     match &one.access_type {
+        Some(AccessType::Mount(mount))
+            if publish == PublishAs::Filesystem && mount.volume_mount_group.is_empty() =>
+        {
+            let kind = Kind::parse(&mount.fs_type)?;
+            let flags = MountFlags::parse(mount.mount_flags.iter().map(String::as_str))?;
+            Ok(Form::Filesystem { kind, flags })
+        }
         Some(AccessType::Mount(mount)) if !mount.mount_flags.is_empty() => {
             let flags = format!("mount_flags {:?}", mount.mount_flags);
-            return refuse(flags, "a vhost-user socket has no mount options");
+            refuse(flags, "a vhost-user socket has no mount options")
         }
         Some(AccessType::Mount(mount)) if !mount.volume_mount_group.is_empty() => {
             let group = format!("volume_mount_group {:?}", mount.volume_mount_group);
-            return refuse(group, "VOLUME_MOUNT_GROUP is not among the capabilities");
+            refuse(group, "VOLUME_MOUNT_GROUP is not among the capabilities")
         }
-        Some(AccessType::Mount(_)) => {}
-        Some(AccessType::Block(_)) => {
-            return refuse("access type block".to_owned(), "use access type mount");
-        }
-        None => return refuse("no access type".to_owned(), "use access type mount"),
+        Some(AccessType::Mount(_)) => Ok(Form::VhostUser),
+        Some(AccessType::Block(_)) => Ok(Form::Block),
+        None => refuse("no access type".to_owned(), "use access type mount or block"),
     }
+}
+
+fn mode_of(one: &pb::VolumeCapability, field: &'static str) -> Result<AccessMode, Error> {
+    let refuse = |value: String, instead| Err(Error::NotServed { field, value, instead });
     let mode = one.access_mode.as_ref().map_or(0, |mode| mode.mode);
     match Mode::try_from(mode) {
         Ok(Mode::SingleNodeWriter) => Ok(AccessMode::SingleNodeWriter),
@@ -326,18 +364,32 @@ mod test {
     #[test]
     fn only_modes_that_are_served_pass() {
         for mode in [Mode::SingleNodeWriter, Mode::SingleNodeMultiWriter] {
-            assert!(capabilities(&[mount(mode)]).is_ok());
+            assert!(capabilities(&[mount(mode)], PublishAs::VhostUser).is_ok());
         }
         for mode in [Mode::Unknown, Mode::MultiNodeMultiWriter, Mode::SingleNodeReaderOnly] {
-            let error = capabilities(&[mount(Mode::SingleNodeWriter), mount(mode)]).unwrap_err();
+            let both = [mount(Mode::SingleNodeWriter), mount(mode)];
+            let error = capabilities(&both, PublishAs::VhostUser).unwrap_err();
             assert!(error.to_string().contains(mode.as_str_name()), "{error}");
         }
         let block = pb::VolumeCapability {
             access_type: Some(AccessType::Block(pb::volume_capability::BlockVolume {})),
             ..mount(Mode::SingleNodeWriter)
         };
-        assert!(capability(Some(&block)).unwrap_err().to_string().contains("block"));
-        assert!(matches!(capabilities(&[]), Err(Error::Empty("volume_capabilities"))));
+        for publish in [PublishAs::VhostUser, PublishAs::Filesystem] {
+            assert_eq!(used(&block, publish).unwrap().form, Form::Block);
+        }
+        let neither = pb::VolumeCapability { access_type: None, ..block };
+        assert!(capability(Some(neither)).unwrap_err().to_string().contains("no access type"));
+        let mut ntfs = mount(Mode::SingleNodeWriter);
+        let Some(AccessType::Mount(mount)) = &mut ntfs.access_type else { unreachable!() };
+        mount.fs_type = "ntfs".to_owned();
+        assert_eq!(used(&ntfs, PublishAs::VhostUser).unwrap().form, Form::VhostUser);
+        let error = used(&ntfs, PublishAs::Filesystem).unwrap_err();
+        assert!(error.to_string().contains("fs_type: \"ntfs\""), "{error}");
+        assert!(matches!(
+            capabilities(&[], PublishAs::VhostUser),
+            Err(Error::Empty("volume_capabilities"))
+        ));
         assert!(matches!(capability(None), Err(Error::Empty("volume_capability"))));
     }
 

@@ -4,7 +4,7 @@ use super::parse;
 use crate::{
     chain::Chain,
     code,
-    node::{self, HostError},
+    node::{self, HostError, device, filesystem},
     pool, qsd,
     volume::{self, Busy},
 };
@@ -49,6 +49,7 @@ impl From<parse::Error> for Status {
             parse::Error::Range(range) => range_code(range),
             parse::Error::Topology { .. } => Code::ResourceExhausted,
             parse::Error::Host(host) => host_code(host),
+            parse::Error::Filesystem(error) => filesystem_code(error),
             parse::Error::NoStaging => Code::FailedPrecondition,
             parse::Error::Source(_) => Code::NotFound,
             parse::Error::Empty(_)
@@ -89,6 +90,7 @@ impl From<node::Error> for Status {
             | node::Error::StagedElsewhere { .. }
             | node::Error::Published { .. }
             | node::Error::Staged { .. }
+            | node::Error::BoundToDaemon { .. }
             | node::Error::NotServed(_) => Code::FailedPrecondition,
             node::Error::StagedOtherwise { .. } | node::Error::PublishedOtherwise { .. } => {
                 Code::AlreadyExists
@@ -99,6 +101,8 @@ impl From<node::Error> for Status {
             | node::Error::Workshop { source, .. }
             | node::Error::Source { source } => daemon_code(source),
             node::Error::Supervisor(_) | node::Error::Relay { .. } => Code::Unavailable,
+            node::Error::Device { source, .. } => device_code(source),
+            node::Error::Filesystem { source, .. } => filesystem_code(source),
             node::Error::Store { source, .. } => io_code(source.io_kind()),
             node::Error::Run { source, .. } => io_code(Some(source.kind())),
             node::Error::Attachment { .. } | node::Error::Boot { .. } => Code::Internal,
@@ -174,6 +178,28 @@ fn host_code(error: &HostError) -> Code {
     }
 }
 
+fn device_code(error: &device::Error) -> Code {
+    match error {
+        device::Error::Io { source, .. } => io_code(Some(source.kind())),
+        _ => Code::Internal,
+    }
+}
+
+fn filesystem_code(error: &filesystem::Error) -> Code {
+    match error {
+        filesystem::Error::Kind(_) | filesystem::Error::Flag { .. } => Code::InvalidArgument,
+        filesystem::Error::Occupied { .. }
+        | filesystem::Error::InUse { .. }
+        | filesystem::Error::NotPermitted { .. } => Code::FailedPrecondition,
+        filesystem::Error::Damaged { .. } => Code::DataLoss,
+        filesystem::Error::Silent { .. } => Code::Unavailable,
+        filesystem::Error::Io { source, .. } => io_code(Some(source.kind())),
+        filesystem::Error::Place(error) => host_code(error),
+        filesystem::Error::Device(error) => device_code(error),
+        filesystem::Error::Tool { .. } => Code::Internal,
+    }
+}
+
 fn daemon_code(error: &qsd::Error) -> Code {
     match error {
         // Another attempt may find a supervisor or a daemon that answers, or one that was replaced.
@@ -187,7 +213,9 @@ fn daemon_code(error: &qsd::Error) -> Code {
             | qsd::MonitorError::Deadline { .. } => Code::Unavailable,
         },
         qsd::Error::Master(error) => master_code(error),
+        qsd::Error::TooOld(_) => Code::FailedPrecondition,
         qsd::Error::Foreign { .. } => Code::Internal,
+        qsd::Error::Place { source, .. } => io_code(Some(source.kind())),
     }
 }
 

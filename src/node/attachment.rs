@@ -3,6 +3,7 @@
 //! It outlives the driver, which finds by it what it served, and not a reboot, after which nothing
 //! is staged.
 
+use super::form::{Capability, Form};
 use crate::{
     store::{self, Version},
     volume::{AccessMode, VolumeId},
@@ -18,6 +19,8 @@ pub(super) struct Attachment {
     pub(super) volume: VolumeId,
     pub(super) staging_path: PathBuf,
     pub(super) access: AccessMode,
+    #[serde(default)]
+    pub(super) form: Form,
     pub(super) phase: Phase,
     /// The target paths, each noted before it is mounted and forgotten after it is gone.
     pub(super) targets: Vec<PathBuf>,
@@ -36,9 +39,15 @@ pub(super) enum Phase {
 }
 
 impl Attachment {
-    pub(super) fn new(volume: VolumeId, staging_path: PathBuf, access: AccessMode) -> Self {
-        let phase = Phase::Staging;
-        Self { version: Version, volume, staging_path, access, phase, targets: Vec::new() }
+    pub(super) fn new(volume: VolumeId, staging_path: PathBuf, capability: Capability) -> Self {
+        let Capability { access, form } = capability;
+        let (phase, targets) = (Phase::Staging, Vec::new());
+        Self { version: Version, volume, staging_path, access, form, phase, targets }
+    }
+
+    /// How the volume is used.
+    pub(super) fn capability(&self) -> Capability {
+        Capability { access: self.access, form: self.form.clone() }
     }
 
     /// The same attachment, further on.

@@ -28,6 +28,13 @@ impl Node {
         Ok((self.carry_out_expansion(claim, size).await?, Outcome::Done))
     }
 
+    /// Expands a volume where it is used: also its file system, if it has one here.
+    pub async fn expand_here(&self, claim: Arc<Claim>, range: SizeRange) -> Result<Volume, Error> {
+        let (volume, _) = self.expand(claim, range).await?;
+        self.grow_filesystem(volume.id()).await?;
+        Ok(volume)
+    }
+
     /// Drives on the expansions that broke off. Who claims such a volume first does so himself, or
     /// changes nothing of its layers.
     pub(super) async fn resume_expansions(self) {
@@ -77,6 +84,12 @@ impl Node {
         size: Bytes,
     ) -> Result<(), Error> {
         let id = claim.volume();
+        // A file grows in place, and whoever has it open would not survive another daemon.
+        if !self.form(id).is_relayed() {
+            let grown = daemon.resize(size).await;
+            grown.map_err(|error| Error::daemon(id)(error.into()))?;
+            return self.grow_device(id, size).await;
+        }
         if self.has_guest(id).await {
             match daemon.resize(size).await {
                 Ok(()) => return Ok(()),

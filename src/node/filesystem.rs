@@ -26,6 +26,7 @@ pub use mounted::{Unmounted, mount, unmount};
 pub use room::{Share, Stats, own_by, stats};
 
 use super::{device, host, tool};
+use serde::{Deserialize, Serialize};
 use std::{
     fmt, io,
     path::{Path, PathBuf},
@@ -112,7 +113,8 @@ pub enum Error {
 }
 
 /// The kinds of file systems that volumes can have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Kind {
     /// What a volume has when nobody says.
     Ext4,

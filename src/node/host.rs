@@ -4,6 +4,7 @@
 //! lead nowhere but where it says, and name a place that is free or already ours.
 
 mod block;
+mod staged;
 mod table;
 
 use crate::{crash, volume::RunKey};
@@ -20,6 +21,7 @@ use std::{
 };
 
 pub(super) use block::LOOP_MAJOR;
+pub(super) use staged::Target;
 pub(super) use table::{Mounted, is_mounted};
 
 /// Why a path will not do.
@@ -97,6 +99,11 @@ impl HostPath {
     /// The path.
     pub fn as_path(&self) -> &Path {
         &self.path
+    }
+
+    /// Whether a directory is there.
+    pub(super) fn is_directory(&self) -> Result<bool, Error> {
+        Ok(matches!(self.kind()?, Kind::Directory))
     }
 
     /// An error unless a directory is there.

@@ -14,7 +14,7 @@ use crate::{
     blocking::blocking,
     chain::Chain,
     crash,
-    qsd::{self, Daemon},
+    qsd::{self, Daemon, Outlet},
     relay,
     source::Secrets,
     volume::{
@@ -186,13 +186,14 @@ impl Node {
         daemon: Daemon,
         format: Format,
     ) -> Result<Daemon, Error> {
-        let (before, after) = (daemon.durability(), self.durability(id, format)?);
+        let Outlet::Socket(socket) = daemon.outlet() else { return Ok(daemon) };
+        let (before, after) = (daemon.durability(), self.durability(id, &self.form(id), format)?);
         if before == after {
             return Ok(daemon);
         }
         let failed = |error: qsd::MonitorError| Error::daemon(id)(error.into());
         let place = self.config.run.daemon(daemon.key());
-        let backend = place.other_backend_socket(daemon.socket());
+        let backend = place.other_backend_socket(socket);
         let next = daemon.add_export(&backend, after).await.map_err(failed)?;
         let moved = self.relay.switch(&id.run_key(), &backend).await;
         let stopped =

@@ -1,13 +1,14 @@
-//! Publishing in the vhost-user form: the directory with `vhost.sock`, bound onto the target.
+//! Publishing: what is staged is bound onto targets (`local`).
 
 use super::{
-    Attached, Error, HostPath, Node,
+    Attached, Capability, Error, Form, HostPath, Node,
     attachment::{Attachment, Phase},
-    host::{Bound, Error as HostError},
+    host::{Bound, Error as HostError, Target},
 };
 use crate::{
+    blocking::blocking,
     crash,
-    volume::{AccessMode, Claim, Outcome},
+    volume::{AccessMode, Claim, Outcome, VolumeId},
 };
 use tracing::info;
 
@@ -19,7 +20,7 @@ pub struct Publish {
     /// Where it is to appear.
     pub target: HostPath,
     /// How it will be used.
-    pub access: AccessMode,
+    pub capability: Capability,
 }
 
 impl Node {
@@ -27,7 +28,7 @@ impl Node {
     ///
     /// The target is noted before it is mounted: a crash in between leaves an empty directory that
     /// a repeat, or the unpublishing, finds.
-    pub fn publish(&self, claim: &Claim, publish: &Publish) -> Result<Outcome, Error> {
+    pub async fn publish(&self, claim: &Claim, publish: &Publish) -> Result<Outcome, Error> {
         let id = claim.volume();
         self.volumes.find(id)?;
         let attachment = self.staged(claim, &publish.staging_path)?;
@@ -36,20 +37,21 @@ impl Node {
         publish.target.require_outside(self.config.run.path())?;
         self.volumes.pool_dirs().try_for_each(|pool| publish.target.require_outside(pool))?;
         let known = attachment.targets.iter().any(|other| other == target);
-        let (volume, is, asked) = (id.clone(), attachment.access, publish.access);
+        let (volume, is, asked) = (id.clone(), attachment.capability(), publish.capability.clone());
         match attachment.targets.first() {
             _ if known && is != asked => {
                 return Err(Error::PublishedOtherwise { volume, is, asked });
             }
-            Some(other) if !known && asked != AccessMode::SingleNodeMultiWriter => {
+            Some(other) if !known && asked.access != AccessMode::SingleNodeMultiWriter => {
                 return Err(Error::Published { volume, target: other.clone() });
             }
             _ if is != asked => return Err(Error::NotStagedFor { volume, is, asked }),
             Some(_) | None => {}
         }
+        let whose = if known { Target::Noted } else { Target::New };
         self.note(attachment.with_target(target))?;
         crash::point("node-publish-intent");
-        let bound = publish.target.bind(&self.dir(id).export(), &id.run_key());
+        let bound = self.bind(&attachment, &publish.target, whose).await;
         if bound.is_err() && !known {
             // Nothing of ours is there: the target is somebody else's.
             self.forget_target(claim, &publish.target)?;
@@ -65,20 +67,31 @@ impl Node {
     /// Takes a volume away from a target, and removes the target. Not published there is fine.
     ///
     /// The target is forgotten after it is gone: a crash in between is found by the repeat.
-    pub fn unpublish(&self, claim: &Claim, target: &HostPath) -> Result<Outcome, Error> {
+    pub async fn unpublish(&self, claim: &Claim, target: &HostPath) -> Result<Outcome, Error> {
         let id = claim.volume();
-        let obstacle = match target.unbind(&id.run_key()) {
+        let unbound = self.unbind(id, &self.form_at(id, target).await?, target).await;
+        let obstacle = match unbound {
             Ok(()) => None,
-            // It may still be ours.
-            Err(error @ HostError::Io { .. }) => return Err(error.into()),
             // Something else is there, so we are not.
-            Err(error @ (HostError::Malformed { .. } | HostError::Unsuitable { .. })) => {
-                Some(error)
-            }
+            Err(Error::Host(
+                error @ (HostError::Malformed { .. } | HostError::Unsuitable { .. }),
+            )) => Some(error),
+            // It may still be ours.
+            Err(error) => return Err(error),
         };
         crash::point("node-unpublish-removed");
         let forgotten = self.forget_target(claim, target)?;
         obstacle.map_or(Ok(forgotten), |error| Err(error.into()))
+    }
+
+    /// The form in which the volume is at a target: of one that nobody knows, by what is there.
+    async fn form_at(&self, id: &VolumeId, target: &HostPath) -> Result<Form, Error> {
+        if let Some(attached) = self.find(id) {
+            return Ok(attached.attachment.form);
+        }
+        let target = target.clone();
+        let is_directory = blocking(move || target.is_directory()).await?;
+        Ok(if is_directory { Form::VhostUser } else { Form::Block })
     }
 
     fn forget_target(&self, claim: &Claim, target: &HostPath) -> Result<Outcome, Error> {

@@ -154,7 +154,7 @@ impl Node {
             && let Ok(launch) = self.launch(id, serving.slot)
             && let Ok(daemon) = launch.adopt(*pid).await
         {
-            self.relay_no_more(id).await?;
+            self.lead_no_more(id).await?;
             daemon.stop(&self.supervisor).await?;
         }
         self.clear(id).await
@@ -171,7 +171,7 @@ impl Node {
             self.end_other(&serving, running).await?;
             let daemon = self.launch(id, serving.slot)?.adopt(pid).await;
             let daemon = daemon.map_err(Error::daemon(id))?;
-            self.relay_to(id, &daemon).await?;
+            self.lead_to(id, &daemon).await?;
             Ok::<_, Error>(daemon)
         };
         match adopted.await {

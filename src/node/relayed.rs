@@ -3,7 +3,7 @@
 use super::{Error, Node, Service};
 use crate::{
     chain::Chain,
-    qsd::Daemon,
+    qsd::{Daemon, Outlet},
     relay::{self, Attach},
     run::DaemonKey,
     volume::{RunKey, VolumeId},
@@ -26,9 +26,9 @@ impl Node {
         volumes.into_iter().map(|one| (one.key.clone(), one)).collect()
     }
 
-    /// Has the relay lead VMs to this daemon.
+    /// Has the relay lead VMs to this daemon, if it serves any.
     pub(super) async fn relay_to(&self, id: &VolumeId, daemon: &Daemon) -> Result<(), Error> {
-        let backend = daemon.socket().to_owned();
+        let Outlet::Socket(backend) = daemon.outlet().clone() else { return Ok(()) };
         let tracking = self.tracking(daemon).await?;
         let attach = Attach { key: id.run_key(), backend, tracking };
         let fail = |source| Error::Relay { volume: id.clone(), source };
@@ -82,8 +82,10 @@ impl Node {
         let served: Vec<_> = {
             let attached = self.attached();
             let daemon = |(id, one): (&VolumeId, &super::Attached)| match &one.service {
-                Service::Up(daemon) => Some((id.clone(), daemon.clone())),
-                Service::Down { .. } => None,
+                Service::Up(daemon) if one.attachment.form.is_relayed() => {
+                    Some((id.clone(), daemon.clone()))
+                }
+                Service::Up(_) | Service::Down { .. } => None,
             };
             attached.iter().filter_map(daemon).collect()
         };

@@ -1,7 +1,7 @@
 //! Staging: the daemon of a volume is started, its export opened, and ended again.
 
 use super::{
-    Attached, Error, HostPath, Node, Service,
+    Attached, Capability, Error, HostPath, Node, Service,
     attachment::{Attachment, Phase},
 };
 use crate::{
@@ -11,7 +11,8 @@ use crate::{
     qsd::{self, Daemon},
     run::{DaemonKey, Slot},
     source::Secrets,
-    volume::{AccessMode, Claim, Outcome, VolumeId},
+    store,
+    volume::{Claim, Outcome, VolumeId},
 };
 use std::path::PathBuf;
 use tracing::{info, warn};
@@ -22,7 +23,7 @@ pub struct Stage {
     /// Where CSI wants to find it; nothing is put there in the vhost-user form.
     pub staging_path: HostPath,
     /// How it will be used.
-    pub access: AccessMode,
+    pub capability: Capability,
     /// What lets us in where its master is.
     pub secrets: Secrets,
 }
@@ -50,12 +51,14 @@ impl Node {
             let path = is.staging_path.clone();
             return Err(Error::StagedElsewhere { volume: id.clone(), path });
         }
-        if is.access != stage.access {
-            let (is, asked) = (is.access, stage.access);
+        if is.capability() != stage.capability {
+            let (is, asked) = (is.capability(), stage.capability);
             return Err(Error::StagedOtherwise { volume: id.clone(), is, asked });
         }
         self.keep_secrets(id, &stage.secrets)?;
-        self.serve(claim).await
+        let outcome = self.serve(claim).await?;
+        self.mount_staged(claim, is).await?;
+        Ok(outcome)
     }
 
     /// Sees to it that a staged volume is served.
@@ -73,7 +76,7 @@ impl Node {
         // be published, so it stays, and what runs there is taken over or ended.
         let is_left_over = dir.exists();
         let staging_path = stage.staging_path.as_path().to_owned();
-        let intent = Attachment::new(id.clone(), staging_path, stage.access);
+        let intent = Attachment::new(id.clone(), staging_path, stage.capability.clone());
         let steps = async {
             dir.create().map_err(Error::run(dir.path()))?;
             self.save(&intent)?;
@@ -83,12 +86,13 @@ impl Node {
             let daemon = if is_left_over {
                 self.try_restart(id).await?.0
             } else {
-                let daemon = self.launch(id, Slot::A)?.start(&self.supervisor).await;
-                daemon.map_err(Error::daemon(id))?
+                let launch = self.launch(id, Slot::A)?;
+                launch.start(&self.supervisor).await.map_err(Error::daemon(id))?
             };
             crash::point("node-stage-daemon");
-            self.relay_to(id, &daemon).await?;
+            self.lead_to(id, &daemon).await?;
             crash::point("node-stage-served");
+            self.mount_staged(claim, &intent).await?;
             info!(volume = %id, pid = daemon.pid(), version = daemon.version(), "staged");
             let staged = intent.in_phase(Phase::Staged);
             self.save(&staged)?;
@@ -128,7 +132,8 @@ impl Node {
         self.note_leaving(attachment.in_phase(Phase::Unstaging))?;
         crash::point("node-unstage-intent");
         self.interrupt(id).await;
-        self.relay_no_more(id).await?;
+        self.unmount_staged(&attachment).await?;
+        self.lead_no_more(id).await?;
         crash::point("node-unstage-relay");
         if let Service::Up(daemon) = service {
             daemon.stop(&self.supervisor).await?;
@@ -144,23 +149,23 @@ impl Node {
     /// A target at which the volume is really mounted. One that was only noted, by a call that
     /// died or found something else there, does not count.
     async fn still_published(&self, attachment: &Attachment) -> Result<Option<PathBuf>, Error> {
-        let (targets, key) = (attachment.targets.clone(), attachment.volume.run_key());
-        blocking(move || {
-            for target in targets {
-                if HostPath::noted(target.clone()).shows(&key)? {
-                    return Ok(Some(target));
-                }
+        for target in &attachment.targets {
+            if self.is_bound(attachment, HostPath::noted(target.clone())).await? {
+                return Ok(Some(target.clone()));
             }
-            Ok(None)
-        })
-        .await
+        }
+        Ok(None)
     }
 
     /// Ends whatever still serves the volume, and removes its part of the run directory.
     pub(super) async fn clear(&self, id: &VolumeId) -> Result<(), Error> {
         let dir = self.dir(id);
         if dir.exists() {
-            self.relay_no_more(id).await?;
+            let noted = store::load::<Attachment>(&dir.attachment()).ok().flatten();
+            if let Some(attachment) = noted {
+                self.unmount_staged(&attachment).await?;
+            }
+            self.lead_no_more(id).await?;
             for slot in Slot::ALL {
                 let key = DaemonKey { volume: id.run_key(), slot };
                 self.supervisor.kill(&key).await?;
@@ -202,7 +207,7 @@ impl Node {
             let published = self.find(id).is_some_and(|one| !one.attachment.targets.is_empty());
             match launch.adopt(*pid).await {
                 Ok(daemon) => {
-                    self.relay_to(id, &daemon).await?;
+                    self.lead_to(id, &daemon).await?;
                     return Ok((daemon, Outcome::AlreadySo));
                 }
                 Err(qsd::Error::Outdated { what, .. }) => {
@@ -215,8 +220,9 @@ impl Node {
             }
         }
         self.supervisor.kill(&key).await?;
+        let launch = launch.afresh(|| self.dir(id).next_disk());
         let daemon = launch.start(&self.supervisor).await.map_err(Error::daemon(id))?;
-        self.relay_to(id, &daemon).await?;
+        self.lead_to(id, &daemon).await?;
         Ok((daemon, Outcome::Done))
     }
 }

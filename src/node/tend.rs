@@ -82,10 +82,12 @@ impl Node {
     }
 
     fn used(&self, id: &VolumeId) -> Use {
-        match self.attached().get(id).map(|one| &one.service) {
-            None => Use::Unattached,
-            Some(Service::Up(_)) => Use::Served,
-            Some(Service::Down { .. }) => Use::Unserved,
+        let attached = self.attached();
+        let Some(one) = attached.get(id) else { return Use::Unattached };
+        match &one.service {
+            Service::Up(_) if one.attachment.form.is_relayed() => Use::Served,
+            Service::Up(_) => Use::Bound,
+            Service::Down { .. } => Use::Unserved,
         }
     }
 

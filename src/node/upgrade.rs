@@ -15,7 +15,7 @@ use super::{Error, Node, Service};
 use crate::{
     chain::Chain,
     crash,
-    qsd::{self, Daemon, Launch},
+    qsd::{self, Daemon, Launch, Outlet},
     relay,
     run::DaemonKey,
     volume::{Claim, Format, Layer, Outcome, VolumeId},
@@ -50,9 +50,14 @@ impl Node {
     /// Hands a volume over to a daemon of the newest program.
     pub async fn upgrade(&self, claim: &Claim, when: When) -> Result<Upgrade, Error> {
         let id = claim.volume();
-        let Some(Service::Up(old)) = self.find(id).map(|one| one.service) else {
+        // One that has just died is started again first.
+        let Some(old) = self.served(claim).await? else {
             return Err(Error::NotServed(id.clone()));
         };
+        let form = self.form(id);
+        if !form.is_relayed() {
+            return Err(Error::BoundToDaemon { volume: id.clone(), form });
+        }
         self.interrupt(id).await;
         let serving = old.key().clone();
         let next = DaemonKey { slot: serving.slot.other(), ..serving.clone() };
@@ -69,7 +74,10 @@ impl Node {
         let launch = Launch { beside: Some(serving), ..launch };
         let daemon = launch.start(&self.supervisor).await.map_err(Error::daemon(id))?;
         crash::point("node-upgrade-beside");
-        let stopped = match self.relay.switch(&next.volume, daemon.socket()).await {
+        let Outlet::Socket(socket) = daemon.outlet() else {
+            return Err(Error::BoundToDaemon { volume: id.clone(), form });
+        };
+        let stopped = match self.relay.switch(&next.volume, socket).await {
             Ok(stopped) => stopped,
             Err(error) => return Err(self.stay(id, &next, error).await),
         };

@@ -10,14 +10,15 @@
 //! ```
 
 use super::{
-    Command, Durability, Jobs, Monitor,
+    Command, Durability, Jobs, Monitor, Outlet,
     graph::{self, Plan, Reads, Remote, Sharing},
     master::{self, Bottom, Credentials, Master},
     monitor::{self, HANDSHAKE},
+    program::Version,
 };
 use crate::{
     chain::Chain,
-    run::{DaemonDir, DaemonKey},
+    run::{self, DaemonDir, DaemonKey},
     supervisor::{self, Spawn, State},
     units::Bytes,
     volume::{Layer, Throttle},
@@ -44,6 +45,20 @@ pub enum Error {
     /// The remote master of the volume is the trouble.
     #[error(transparent)]
     Master(#[from] master::Error),
+    /// It would lose what is written through a file.
+    #[error(
+        "qemu-storage-daemon {} corrupts what is written through FUSE at the same time; 10.0.13 \
+         does not", version_text(*.0)
+    )]
+    TooOld(Version),
+    /// The place for the file that it exports cannot be made.
+    #[error("{}", path.display())]
+    Place {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
     /// It ended before it could serve.
     #[error("qemu-storage-daemon ended at its start: {0}")]
     Ended(String),
@@ -78,7 +93,7 @@ pub struct Launch {
     /// run directory is by then.
     pub exclusive: PathBuf,
     /// Where its export is to be.
-    pub socket: PathBuf,
+    pub outlet: Outlet,
     /// The layers of the volume, from the active one down.
     pub layers: Vec<Layer>,
     /// Who we are to the server of its master.
@@ -111,7 +126,7 @@ pub struct Daemon {
     monitor: Monitor,
     pid: i32,
     version: String,
-    socket: PathBuf,
+    outlet: Outlet,
     durability: Durability,
     since: Instant,
 }
@@ -126,6 +141,9 @@ pub const FLUSH: Duration = Duration::from_secs(10);
 /// How often a monitor that is not there yet is tried.
 const RETRY: Duration = Duration::from_millis(1);
 
+/// The first version that does not (facts/qsd.md, D3).
+const FIRST_WITH_FUSE: Version = [10, 0, 13];
+
 /// A daemon that was told all: its monitor, its process id, the version it reports.
 type Started = (Monitor, i32, String);
 
@@ -137,6 +155,8 @@ struct Start<'a> {
     exclusive: &'a Path,
     beside: Option<&'a DaemonKey>,
     bottom: Option<Bottom>,
+    /// Whether it is to export a file.
+    exports_file: bool,
     commands: Vec<Command>,
 }
 
@@ -151,7 +171,8 @@ pub async fn start_trial(
 ) -> Result<(), Error> {
     let exclusive = dir.path();
     let commands = graph::trial(requests_per_second, &dir.backend_socket());
-    let start = Start { key, program, dir, exclusive, beside: None, bottom: None, commands };
+    let (beside, bottom, exports_file) = (None, None, false);
+    let start = Start { key, program, dir, exclusive, beside, bottom, exports_file, commands };
     start.run(supervisor).await.map(drop)
 }
 
@@ -170,9 +191,9 @@ impl Workshop {
         let master = if bottom.is_some() { Remote::Open } else { Remote::Barred };
         let start = self.begin(bottom, graph::workshop(layers, master));
         let (monitor, pid, version) = start.run(supervisor).await?;
-        let (socket, durability) = (self.dir.backend_socket(), Durability::OnFlush);
-        let (key, since) = (self.key.clone(), Instant::now());
-        Ok(Daemon { key, monitor, pid, version, socket, durability, since })
+        let outlet = Outlet::Socket(self.dir.backend_socket()); // where nothing is exported
+        let (key, since, durability) = (self.key.clone(), Instant::now(), Durability::OnFlush);
+        Ok(Daemon { key, monitor, pid, version, outlet, durability, since })
     }
 
     /// Opens a remote master in the daemon, and says what it has. The daemon is to be killed.
@@ -187,18 +208,23 @@ impl Workshop {
 
     fn begin(&self, bottom: Option<Bottom>, commands: Vec<Command>) -> Start<'_> {
         let Self { key, program, dir } = self;
-        Start { key, program, dir, exclusive: dir.path(), beside: None, bottom, commands }
+        let (exclusive, beside, exports_file) = (dir.path(), None, false);
+        Start { key, program, dir, exclusive, beside, bottom, exports_file, commands }
     }
 }
 
 impl Launch {
     /// Starts the daemon, builds its graph and opens its export.
     pub async fn start(&self, supervisor: &supervisor::Client) -> Result<Daemon, Error> {
+        if let Outlet::File(file) = &self.outlet {
+            let place = |source| Error::Place { path: file.clone(), source };
+            run::make_mount_point(file).map_err(place)?;
+        }
         let plan = Plan {
             layers: &self.layers,
             reads: self.reads,
             throttle: &self.throttle,
-            socket: &self.socket,
+            outlet: &self.outlet,
             durability: self.durability,
             sharing: if self.beside.is_some() { Sharing::Handover } else { Sharing::Alone },
         };
@@ -209,6 +235,7 @@ impl Launch {
             exclusive: &self.exclusive,
             beside: self.beside.as_ref(),
             bottom: Bottom::of(&self.layers, &self.credentials),
+            exports_file: matches!(self.outlet, Outlet::File(_)),
             commands: graph::commands(plan),
         };
         let (monitor, pid, version) = start.run(supervisor).await?;
@@ -221,10 +248,20 @@ impl Launch {
             monitor,
             pid,
             version,
-            socket: self.socket.clone(),
+            outlet: self.outlet.clone(),
             durability: self.durability,
             since: Instant::now(),
         }
+    }
+
+    /// To be started after another, with an export that is not in the way of what is left of that.
+    #[must_use]
+    pub fn afresh(self, place: impl FnOnce() -> PathBuf) -> Self {
+        let outlet = match self.outlet {
+            socket @ Outlet::Socket(_) => socket,
+            Outlet::File(_) => Outlet::File(place()),
+        };
+        Self { outlet, ..self }
     }
 
     /// Takes over a daemon that runs, after a look at what it serves.
@@ -236,7 +273,7 @@ impl Launch {
         if exports.is_empty() {
             return outdated("exports nothing"); // who started it died before it was told all
         }
-        let version = version(&monitor).await?;
+        let version = version_text(version(&monitor).await?);
         let daemon = self.daemon(monitor, pid, version);
         let own: Vec<_> = self.layers.iter().map(|layer| layer.file.node_name()).collect();
         let (stack, besides) = daemon.layers().await?;
@@ -252,7 +289,7 @@ impl Launch {
         if stack != own || !besides.is_empty() {
             return outdated("has other layers");
         }
-        if exports.len() != 1 || exports[0]["id"] != self.durability.export() {
+        if exports.len() != 1 || exports[0]["id"] != self.outlet.export(self.durability) {
             return outdated("has other exports");
         }
         daemon.freeze_below(&self.layers).await?;
@@ -286,14 +323,17 @@ impl Start<'_> {
             monitor = self.monitor() => monitor?,
             end = self.end(supervisor) => return Err(end),
         };
+        let version = version(&monitor).await?;
+        if self.exports_file && version < FIRST_WITH_FUSE {
+            return Err(Error::TooOld(version));
+        }
         if let Some(bottom) = &self.bottom {
             bottom.open(&monitor, self.dir).await?;
         }
         for command in self.commands.clone() {
             monitor.execute(command).await?;
         }
-        let version = version(&monitor).await?;
-        Ok((monitor, pid, version))
+        Ok((monitor, pid, version_text(version)))
     }
 
     /// How the daemon ended, once it does.
@@ -354,6 +394,8 @@ impl Error {
             | Self::Master(_)
             | Self::Foreign { .. }
             | Self::Outdated { .. }
+            | Self::TooOld(_)
+            | Self::Place { .. }
             | Self::Ended(_) => false,
             Self::Monitor(error) => match error {
                 monitor::Error::Refused { .. } => false,
@@ -369,10 +411,15 @@ fn is_not_there_yet(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
 }
 
-async fn version(monitor: &Monitor) -> Result<String, monitor::Error> {
+/// The version that a daemon reports of itself.
+async fn version(monitor: &Monitor) -> Result<Version, monitor::Error> {
     let answer = monitor.execute(Command::new("query-version", json!({}))).await?;
-    let part = |name: &str| answer["qemu"][name].as_u64().unwrap_or_default();
-    Ok(format!("{}.{}.{}", part("major"), part("minor"), part("micro")))
+    let part = |name: &str| answer["qemu"][name].as_u64().and_then(|part| part.try_into().ok());
+    Ok(["major", "minor", "micro"].map(|name| part(name).unwrap_or_default()))
+}
+
+fn version_text([major, minor, micro]: Version) -> String {
+    format!("{major}.{minor}.{micro}")
 }
 
 impl Daemon {
@@ -402,13 +449,13 @@ impl Daemon {
     }
 
     /// Where its export is.
-    pub fn socket(&self) -> &Path {
-        &self.socket
+    pub fn outlet(&self) -> &Outlet {
+        &self.outlet
     }
 
     /// The same daemon, with another export in the place of the one it had.
     pub(super) fn exporting(&self, socket: &Path, durability: Durability) -> Self {
-        Self { socket: socket.to_owned(), durability, ..self.clone() }
+        Self { outlet: Outlet::Socket(socket.to_owned()), durability, ..self.clone() }
     }
 
     /// The layers that it has open, by the names of their nodes: those below the export from the

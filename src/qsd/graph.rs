@@ -1,14 +1,14 @@
 //! The block graph of one daemon, as the list of QMP commands that builds it.
 //!
 //! ```text
-//! vhost-user-blk export  ->  top: throttle  ->  [cor: copy-on-read]  ->  L<n>: qcow2 or raw  ->  L<n-1>  ->  ...
-//!                                                                         |                       |
-//!                                                                        file                    file
+//! vhost-user-blk or FUSE export  ->  top: throttle  ->  [cor: copy-on-read]  ->  L<n>: qcow2 or raw  ->  L<n-1>  ->  ...
+//!                                                                                 |                       |
+//!                                                                                file                    file
 //! ```
 //!
 //! A remote master is the lowest layer, and opened before (`Master`).
 //!
-//! The export is the relay's: VMs connect to that, not to the daemon.
+//! A vhost-user-blk export is the relay's: VMs connect to that, not to the daemon.
 //!
 //! Pure: from the layers alone, bottom-up, every node named, nothing probed and no header asked.
 //! Rebuilding a graph after a crash is building it. The settings rest on facts/qsd.md: what is
@@ -28,7 +28,7 @@ use crate::{
 use serde_json::{Map, Value, json};
 use std::{
     collections::{BTreeMap, BTreeSet},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 /// The node that every export stands on.
@@ -39,6 +39,9 @@ const COPY_ON_READ: &str = "cor";
 
 /// What the name of every layer's node begins with.
 const LAYER: char = 'L';
+
+/// The id of an export that is a file.
+const FILE: &str = "file";
 
 /// The throttle group that `TOP` obeys.
 const THROTTLE: &str = "tg";
@@ -56,12 +59,31 @@ pub(super) struct Plan<'a> {
     pub(super) reads: Reads,
     /// What is let pass.
     pub(super) throttle: &'a Throttle,
-    /// Where to export it as a vhost-user-blk socket.
-    pub(super) socket: &'a Path,
+    /// How it leaves the daemon.
+    pub(super) outlet: &'a Outlet,
     /// When a write is acknowledged.
     pub(super) durability: Durability,
     /// Who else may have the layers open.
     pub(super) sharing: Sharing,
+}
+
+/// How a volume leaves its daemon.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outlet {
+    /// As a vhost-user-blk socket.
+    Socket(PathBuf),
+    /// As a file, over FUSE, of the size that the volume has.
+    File(PathBuf),
+}
+
+impl Outlet {
+    /// The id of the export.
+    pub(super) fn export(&self, durability: Durability) -> &'static str {
+        match self {
+            Self::Socket(_) => durability.export(),
+            Self::File(_) => FILE,
+        }
+    }
 }
 
 /// When a write is acknowledged.
@@ -116,7 +138,11 @@ pub(super) enum Remote {
 /// The commands that build the graph and export it.
 pub(super) fn commands(plan: Plan<'_>) -> Vec<Command> {
     let mut commands = stack(plan.layers, plan.reads, plan.throttle, plan.sharing);
-    commands.push(Command::new("block-export-add", export(plan.socket, plan.durability)));
+    let arguments = match plan.outlet {
+        Outlet::Socket(socket) => export(socket, plan.durability),
+        Outlet::File(file) => file_export(file, plan.durability),
+    };
+    commands.push(Command::new("block-export-add", arguments));
     commands
 }
 
@@ -322,6 +348,20 @@ pub(super) fn export(socket: &Path, durability: Durability) -> Value {
     })
 }
 
+/// Root alone may open the file, so what may truncate it does not (facts/qsd.md section 9).
+fn file_export(file: &Path, durability: Durability) -> Value {
+    json!({
+        "type": "fuse",
+        "id": FILE,
+        "node-name": TOP,
+        "mountpoint": file,
+        "writable": true,
+        "growable": false,
+        "allow-other": "off",
+        "writethrough": durability == Durability::EachWrite,
+    })
+}
+
 #[cfg(test)]
 mod test {
     use super::*;
@@ -343,9 +383,9 @@ mod test {
     }
 
     fn built(layers: &[Layer], reads: Reads, durability: Durability) -> Vec<Command> {
-        let (sharing, socket) = (Sharing::Alone, Path::new("/run/back.sock"));
+        let (sharing, outlet) = (Sharing::Alone, &Outlet::Socket("/run/back.sock".into()));
         let throttle = &Throttle::default();
-        commands(Plan { layers, reads, throttle, socket, durability, sharing })
+        commands(Plan { layers, reads, throttle, outlet, durability, sharing })
     }
 
     #[test]

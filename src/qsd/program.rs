@@ -24,7 +24,7 @@ pub struct Identity {
 }
 
 /// Major, minor, micro.
-type Version = [u32; 3];
+pub type Version = [u32; 3];
 
 /// The identity of the file at `path`; of a process, at `/proc/<pid>/exe`.
 pub fn identity(path: &Path) -> io::Result<Identity> {

@@ -353,6 +353,7 @@ impl NewVolume {
             access_modes: self.access_modes,
             content: self.content,
             throttle: self.throttle,
+            formatting: false,
             phase: Phase::Creating { active, base: below, overlay, copy, master },
         }
     }

@@ -86,6 +86,11 @@ impl Volumes {
         Ok(())
     }
 
+    /// Notes that a file system is being made on a volume that held nothing, or that it is made.
+    pub fn set_formatting(&self, claim: &Claim, formatting: bool) -> Result<(), Error> {
+        self.change(claim, |record| record.formatting = formatting)
+    }
+
     /// Changes the record of a volume, on disk first.
     pub(super) fn change(
         &self,
@@ -103,6 +108,11 @@ impl Volumes {
 }
 
 impl Volume {
+    /// Whether a file system was being made on it and not ended: what it holds is worth nothing.
+    pub fn is_being_formatted(&self) -> bool {
+        self.record.formatting
+    }
+
     /// What it is being expanded to, if it is.
     pub fn grows_to(&self) -> Option<Bytes> {
         let size = self.layers[0].size;

@@ -26,6 +26,7 @@ const RESERVED: &str = "csi.storage.k8s.io/";
 pub struct Parameters {
     given: BTreeMap<String, String>,
     pool: Option<PoolName>,
+    publish: PublishAs,
     cache: Cache,
     format: Option<Format>,
     source: Option<Source>,
@@ -47,6 +48,17 @@ pub enum CopyMode {
     CopyOnRead,
     /// It is copied in the background until nothing of the source is needed.
     Clone,
+}
+
+/// What a pod that mounts a volume finds: parameter `publish`. Who asks for a block device gets one
+/// in any case.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PublishAs {
+    /// A directory with a vhost-user-blk socket, for a VM.
+    #[default]
+    VhostUser,
+    /// A file system.
+    Filesystem,
 }
 
 /// When a write of a guest is acknowledged: parameter `cache`.
@@ -139,6 +151,11 @@ impl Parameters {
         self.pool.as_ref()
     }
 
+    /// What a pod that mounts it finds.
+    pub fn publish(&self) -> PublishAs {
+        self.publish
+    }
+
     /// When a write is acknowledged.
     pub fn cache(&self) -> Cache {
         self.cache
@@ -207,7 +224,7 @@ impl TryFrom<BTreeMap<String, String>> for Parameters {
         for (key, value) in given {
             match key.as_str() {
                 "pool" => parameters.pool = Some(value.parse()?),
-                "publish" => only("publish", &value, "vhost-user")?,
+                "publish" => parameters.publish = one_of("publish", &value, &PUBLISH)?,
                 "cache" => parameters.cache = one_of("cache", &value, &CACHES)?,
                 "format" => parameters.format = Some(one_of("format", &value, &FORMATS)?),
                 SOURCE => parameters.source = Some(value.parse()?),
@@ -233,6 +250,9 @@ impl From<Parameters> for BTreeMap<String, String> {
         parameters.given
     }
 }
+
+const PUBLISH: [(&str, PublishAs); 2] =
+    [("vhost-user", PublishAs::VhostUser), ("filesystem", PublishAs::Filesystem)];
 
 const CACHES: [(&str, Cache); 3] =
     [("auto", Cache::Auto), ("writethrough", Cache::Writethrough), ("writeback", Cache::Writeback)];
@@ -277,13 +297,6 @@ fn clone_speed(value: &str) -> Result<Bytes, ParameterError> {
         value: value.to_owned(),
         expected: "bytes a second such as 100Mi; 0 for no limit",
     })
-}
-
-fn only(key: &'static str, value: &str, expected: &'static str) -> Result<(), ParameterError> {
-    if value == expected {
-        return Ok(());
-    }
-    Err(ParameterError::Value { key, value: value.to_owned(), expected })
 }
 
 /// Who may use a volume at the same time, in CSI's words.
@@ -394,6 +407,11 @@ impl SizeRange {
     /// Any size will do.
     pub const ANY: Self = Self { required: Bytes::ZERO, limit: None, chosen: DEFAULT_SIZE };
 
+    /// This size, or any that is larger.
+    pub fn at_least(size: Bytes) -> Self {
+        Self { required: size, limit: None, chosen: size }
+    }
+
     /// The range with these bounds, 0 meaning unset, and the smallest size within it (the default
     /// size where only an upper bound is set).
     pub fn new(required: i64, limit: i64) -> Result<Self, RangeError> {
@@ -463,7 +481,7 @@ mod test {
     fn a_parameter_that_is_not_served_is_named_with_its_value() {
         for (key, value, text) in [
             ("Pool", "a", "unknown key \"Pool\""),
-            ("publish", "filesystem", "publish is \"filesystem\""),
+            ("publish", "floppy", "publish is \"floppy\""),
             ("format", "vmdk", "format is \"vmdk\""),
             ("copyMode", "full", "copyMode is \"full\""),
             ("cloneBytesPerSecond", "fast", "cloneBytesPerSecond is \"fast\""),

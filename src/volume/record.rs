@@ -24,6 +24,9 @@ pub(super) struct VolumeRecord {
     /// The limits that hold now.
     #[serde(default, skip_serializing_if = "Throttle::is_unlimited")]
     pub(super) throttle: Throttle,
+    /// Set while a file system is made on it, which held nothing before.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) formatting: bool,
     pub(super) phase: Phase,
 }
 

@@ -410,6 +410,7 @@ impl Driver {
         assert_eq!(run, own, "the run directory");
         assert_eq!(mounts_below(self.scratch.path()), Vec::<PathBuf>::new(), "mounts");
         assert_eq!(daemons_below(self.scratch.path()), [0; 0], "daemons");
+        assert_eq!(loops_below(self.scratch.path()), [""; 0], "loop devices");
     }
 }
 
@@ -436,8 +437,11 @@ impl Drop for Driver {
                 }
             }
         }
-        for mount in mounts_below(scratch) {
+        for mount in mounts_below(scratch).into_iter().rev() {
             _ = Command::new("umount").arg("--lazy").arg(mount).status();
+        }
+        for device in loops_below(scratch) {
+            _ = Command::new("losetup").arg("--detach").arg(format!("/dev/{device}")).status();
         }
     }
 }
@@ -526,6 +530,16 @@ pub(crate) fn mounts_below(dir: &Path) -> Vec<PathBuf> {
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
     let points = mounts.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
     points.filter(|point| point.starts_with(dir)).collect()
+}
+
+/// The loop devices over files below a directory.
+pub(crate) fn loops_below(dir: &Path) -> Vec<String> {
+    let devices = names(Path::new("/sys/block")).into_iter();
+    let is_below = |device: &String| {
+        let file = fs::read_to_string(format!("/sys/block/{device}/loop/backing_file"));
+        file.is_ok_and(|file| Path::new(file.trim_end()).starts_with(dir))
+    };
+    devices.filter(is_below).collect()
 }
 
 /// The names in a directory, in order.

@@ -19,6 +19,7 @@ mod hunt;
 mod lifecycle;
 mod listing;
 mod live;
+mod local;
 mod look;
 mod metadata;
 mod model;

@@ -1,4 +1,4 @@
-//! The real csi-sanity against the driver, in mount mode.
+//! The real csi-sanity against the driver, in each form a volume is published in.
 
 use crate::harness::{Driver, part};
 use std::{collections::BTreeMap, io::Write as _, process::Command};
@@ -19,17 +19,37 @@ const SKIPPED: [(&str, &str); 9] = [
 ];
 
 #[tokio::test]
-async fn csi_sanity_fails_nothing_and_skips_only_what_is_not_advertised() {
+async fn csi_sanity_fails_nothing_with_sockets() {
+    run("mount", "publish: vhost-user\n").await;
+}
+
+#[tokio::test]
+async fn csi_sanity_fails_nothing_with_block_devices() {
+    run("block", "publish: vhost-user\n").await;
+}
+
+#[tokio::test]
+async fn csi_sanity_fails_nothing_with_file_systems() {
+    run("mount", "publish: filesystem\n").await;
+}
+
+/// Skipped is only what is not advertised.
+async fn run(access_type: &str, parameters: &str) {
     let driver = Driver::start().await;
     let report = driver.path("sanity.json");
     let limits = driver.path("limits.yaml");
     std::fs::File::create(&limits).unwrap().write_all(b"iops: \"1000\"\n").unwrap();
+    let class = driver.path("class.yaml");
+    std::fs::File::create(&class).unwrap().write_all(parameters.as_bytes()).unwrap();
     let mut sanity = Command::new(part("bin/csi-sanity"));
     sanity
         .args(["--csi.endpoint", &driver.endpoint()])
         .args(["--csi.mountdir", &driver.text("mount")])
         .args(["--csi.stagingdir", &driver.text("stage")])
         .args(["--csi.testvolumesize", "1073741824"])
+        .args(["--csi.testvolumeaccesstype", access_type])
+        .arg("--csi.testvolumeparameters")
+        .arg(class)
         .arg("--csi.testvolumemutableparameters")
         .arg(limits)
         .arg(format!("--ginkgo.json-report={}", report.display()));
@@ -48,7 +68,10 @@ async fn csi_sanity_fails_nothing_and_skips_only_what_is_not_advertised() {
         let (_, capability) = known.unwrap_or_else(|| panic!("skipped without need: {reason}"));
         *by_capability.entry(capability).or_default() += 1;
     }
-    eprintln!("csi-sanity: {passed} passed, {failed} failed, {skipped} skipped for want of:");
+    eprintln!(
+        "csi-sanity, {access_type}, {}: {passed} passed, {failed} failed, {skipped} skipped for want of:",
+        parameters.trim()
+    );
     for (capability, count) in by_capability {
         eprintln!("{count:5}  {capability}");
     }

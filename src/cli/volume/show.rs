@@ -78,7 +78,10 @@ fn source(volume: &inspect::Volume) -> Option<String> {
 fn tell_attachment(attachment: inspect::Attachment) -> Vec<(&'static str, String)> {
     let mut rows = vec![("staged at", attachment.staging_path)];
     rows.extend(attachment.target_paths.into_iter().map(|path| ("published at", path)));
-    rows.push(("socket", attachment.socket));
+    rows.push(("as", attachment.form));
+    if !attachment.socket.is_empty() {
+        rows.push(("socket", attachment.socket));
+    }
     if let Some(daemon) = attachment.daemon {
         rows.push(("daemon", format!("pid {}, QEMU {}", daemon.pid, daemon.version)));
         rows.push(("restarts", daemon.restarts.to_string()));

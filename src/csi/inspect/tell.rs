@@ -205,7 +205,8 @@ fn attachment(attachment: Attachments) -> pb::Attachment {
     pb::Attachment {
         staging_path: text(&attachment.staging_path),
         target_paths: attachment.targets.iter().map(|target| text(target)).collect(),
-        socket: text(&attachment.socket),
+        form: attachment.form.to_string(),
+        socket: attachment.socket.as_deref().map(text).unwrap_or_default(),
         daemon,
         trouble,
         relay: None,

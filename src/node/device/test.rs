@@ -1,6 +1,7 @@
 //! Against real devices, over plain files and over files that a real daemon serves.
 
 use super::*;
+use crate::node::host::Target;
 use crate::node::{
     Bound, HostPath,
     testbed::{Testbed, attach, attach_large, eventually, noise, run, write},
@@ -237,9 +238,12 @@ async fn a_device_is_bound_once_however_often_and_unbound_whole() {
     let device = attach(&file).await;
     let number = device.device_number();
     let target = bed.place("target");
-    assert_eq!(target.bind_device(&device.path(), number).unwrap(), Bound::Now);
+    assert_eq!(target.bind_device(&device.path(), number, Target::New).unwrap(), Bound::Now);
     for _ in 0..3 {
-        assert_eq!(target.bind_device(&device.path(), number).unwrap(), Bound::Already);
+        assert_eq!(
+            target.bind_device(&device.path(), number, Target::New).unwrap(),
+            Bound::Already
+        );
     }
     assert_eq!(bed.mounts("target"), 1);
     assert!(fs::metadata(target.as_path()).unwrap().file_type().is_block_device());
@@ -264,8 +268,8 @@ async fn what_shows_a_detached_device_makes_way_and_what_shows_another_does_not(
     let older = attach(&bed.file("older", MIB)).await;
     let device = attach(&bed.file("a", MIB)).await;
     let target = bed.place("target");
-    target.bind_device(&older.path(), older.device_number()).unwrap();
-    let bind = || target.bind_device(&device.path(), device.device_number());
+    target.bind_device(&older.path(), older.device_number(), Target::New).unwrap();
+    let bind = || target.bind_device(&device.path(), device.device_number(), Target::New);
     assert!(bind().unwrap_err().to_string().ends_with("shows another device"));
     older.detach().await.unwrap();
     // A detached number may be taken at once by another test; then the refusal is right.
@@ -289,7 +293,8 @@ async fn only_a_free_place_or_our_own_is_taken_or_left() {
     bed.file("mounted", 0);
     let other = bed.file("other", 0);
     rustix::mount::mount_bind(&other, bed.path("mounted")).unwrap();
-    let bind = |place: &HostPath| place.bind_device(&device.path(), device.device_number());
+    let bind =
+        |place: &HostPath| place.bind_device(&device.path(), device.device_number(), Target::New);
     for (name, what) in [
         ("directory", "is there already, and is not an empty file"),
         ("full", "is there already, and is not an empty file"),

@@ -1,6 +1,8 @@
 //! Mount flags of a CSI request: judged here, and otherwise left to mount(8).
 
 use super::Error;
+use serde::{Deserialize, Serialize};
+use std::fmt;
 
 /// Flags that change what is mounted, or where, rather than how; and those that cost data or the host.
 /// By their names, or with the value that matters.
@@ -33,8 +35,14 @@ const REFUSED: [(&str, &[&str]); 7] = [
 ];
 
 /// Flags that may be given to mount(8).
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MountFlags(Vec<String>);
+
+impl fmt::Display for MountFlags {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0.is_empty() { Ok(()) } else { write!(out, ", mounted with {}", self.0.join(",")) }
+    }
+}
 
 impl MountFlags {
     /// From CSI's `mount_flags`, each of which may be several with commas.

@@ -1,6 +1,6 @@
 //! Block devices, published: the device's node is bound onto a file at the target.
 
-use super::{Bound, Error, HostPath};
+use super::{Bound, Error, HostPath, Target};
 use rustix::{
     fs::{major, minor},
     mount::mount_bind,
@@ -31,7 +31,12 @@ impl HostPath {
     /// shows a loop device that is detached makes way.
     ///
     /// A crash after the file was made leaves an empty one, which the repeat takes.
-    pub fn bind_device(&self, device: &Path, number: (u32, u32)) -> Result<Bound, Error> {
+    pub(in crate::node) fn bind_device(
+        &self,
+        device: &Path,
+        number: (u32, u32),
+        target: Target,
+    ) -> Result<Bound, Error> {
         loop {
             match self.found()? {
                 Found::Nothing => self.make_file()?,
@@ -39,6 +44,8 @@ impl HostPath {
                 Found::Device(major, minor) if (major, minor) == number => {
                     return Ok(Bound::Already);
                 }
+                // What was ours ended with its daemon, and keeps its number until it is unstaged.
+                Found::Device(..) if target == Target::Noted => self.unmount()?,
                 Found::Device(LOOP_MAJOR, minor) if is_detached(minor) => self.unmount()?,
                 Found::Device(..) => return Err(self.unsuitable("shows another device")),
                 Found::Mount => return Err(self.unsuitable("is a mount point of something else")),

@@ -1,0 +1,59 @@
+//! In which form a volume is published: what the consumer finds at the target.
+
+use super::filesystem::{Kind, MountFlags};
+use crate::volume::AccessMode;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// In which form a volume is published.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Form {
+    /// A directory with a vhost-user-blk socket.
+    #[default]
+    VhostUser,
+    /// A block device.
+    Block,
+    /// A file system on a block device.
+    Filesystem {
+        /// Of this kind.
+        kind: Kind,
+        /// Mounted so.
+        flags: MountFlags,
+    },
+}
+
+/// How a volume is used, as CSI's capabilities say it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Capability {
+    /// By whom.
+    pub access: AccessMode,
+    /// In which form.
+    pub form: Form,
+}
+
+impl Form {
+    /// Whether a consumer outlives the daemon: the relay leads it to the next one.
+    pub(super) fn is_relayed(&self) -> bool {
+        match self {
+            Self::VhostUser => true,
+            Self::Block | Self::Filesystem { .. } => false,
+        }
+    }
+}
+
+impl fmt::Display for Form {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::VhostUser => out.write_str("vhost-user-blk socket"),
+            Self::Block => out.write_str("block device"),
+            Self::Filesystem { kind, flags } => write!(out, "{kind} file system{flags}"),
+        }
+    }
+}
+
+impl fmt::Display for Capability {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{} ({})", self.access.as_str(), self.form)
+    }
+}

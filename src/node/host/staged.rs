@@ -1,0 +1,48 @@
+//! File systems, published: what is mounted at the staging path is bound onto a directory at the
+//! target.
+
+use super::{Bound, Error, HostPath, Kind};
+use rustix::mount::mount_bind;
+use std::path::Path;
+
+/// Whose a target is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::node) enum Target {
+    /// It was noted before: what is mounted there is ours.
+    Noted,
+    /// Nothing is known of it.
+    New,
+}
+
+impl HostPath {
+    /// Binds the file system on this device, which is mounted at `staged`, onto a directory here.
+    /// Already bound is fine; what ended with an earlier daemon makes way.
+    ///
+    /// A crash after the directory was made leaves an empty one, which the repeat takes.
+    pub(in crate::node) fn bind_filesystem(
+        &self,
+        staged: &Path,
+        device: (u32, u32),
+        target: Target,
+    ) -> Result<Bound, Error> {
+        while let Some(mounted) = self.mounted()? {
+            match target {
+                _ if mounted.device == device => return Ok(Bound::Already),
+                Target::Noted => self.unmount()?,
+                Target::New => return Err(self.unsuitable("is a mount point of something else")),
+            }
+        }
+        match self.kind()? {
+            Kind::Nothing => self.make()?,
+            Kind::Directory if self.is_empty()? => {}
+            Kind::Directory => {
+                return Err(self.unsuitable("is a directory with something in it"));
+            }
+            Kind::Link => return Err(self.malformed("is a symbolic link")),
+            Kind::Other => return Err(self.unsuitable("is there already, and is not a directory")),
+        }
+        let bound = mount_bind(staged, &self.path);
+        bound.map_err(|error| self.io("mounting on")(error.into()))?;
+        Ok(Bound::Now)
+    }
+}
