@@ -10,8 +10,8 @@ use crate::{
     node::{Form, Node},
     units::Bytes,
     volume::{
-        Claim, Content, Entry, GRAIN, NewVolume, Outcome, PublishAs, Snapshot, SnapshotEntry,
-        SnapshotId, Volume, VolumeId,
+        Claim, Content, Entry, GRAIN, NewVolume, Outcome, PublishAs, Snapshot, SnapshotId, Volume,
+        VolumeId,
     },
 };
 use pb::{
@@ -263,13 +263,13 @@ impl controller_server::Controller for Controller {
         let more = page.len() > count;
         page.truncate(count);
         let next_token = match page.last() {
-            Some((last, _)) if more => parse::token(last),
+            Some(last) if more => parse::token(last.id()),
             Some(_) | None => String::new(),
         };
-        let entry = |(_, snapshot): (SnapshotId, pb::Snapshot)| {
-            pb::list_snapshots_response::Entry { snapshot: Some(snapshot) }
+        let entry = |snapshot: &Snapshot| pb::list_snapshots_response::Entry {
+            snapshot: Some(snapshot_message(snapshot)),
         };
-        let entries = page.into_iter().map(entry).collect();
+        let entries = page.iter().map(entry).collect();
         Ok(Response::new(pb::ListSnapshotsResponse { entries, next_token }))
     }
 
@@ -346,35 +346,25 @@ impl Controller {
         Ok(NewVolume { name, size, parameters, throttle, access_modes, content, master })
     }
 
-    /// The snapshots that a list asks for, from the first one after `after`.
+    /// The snapshots that a list asks for, from the first one after `after`. One that is damaged is
+    /// not told of: CSI has no way to say so.
     fn snapshots(
         &self,
         id: &str,
         source: &str,
         after: Option<&SnapshotId>,
         count: usize,
-    ) -> Vec<(SnapshotId, pb::Snapshot)> {
+    ) -> Vec<Snapshot> {
         let volumes = self.0.node.volumes();
         // An id that is not ours is unknown, and so the list is empty.
         let source = (!source.is_empty()).then(|| source.parse::<VolumeId>());
         let Ok(source) = source.transpose() else { return Vec::new() };
-        let found = if id.is_empty() {
-            volumes.list_snapshots(source.as_ref(), after, count)
-        } else {
-            let one = id
-                .parse()
-                .ok()
-                .and_then(|id: SnapshotId| Some((id.clone(), volumes.snapshot_entry(&id).ok()?)));
-            one.into_iter().collect()
-        };
-        let message = |(id, entry): (SnapshotId, SnapshotEntry)| match entry {
-            SnapshotEntry::Damaged { .. } => None,
-            SnapshotEntry::Snapshot(snapshot) => {
-                let is_meant = source.as_ref().is_none_or(|source| snapshot.source() == source);
-                is_meant.then(|| (id, snapshot_message(&snapshot)))
-            }
-        };
-        found.into_iter().filter_map(message).collect()
+        if id.is_empty() {
+            return volumes.list_snapshots(source.as_ref(), after, count);
+        }
+        let one = id.parse().ok().and_then(|id: SnapshotId| volumes.snapshot(&id).ok());
+        let is_meant = |one: &Snapshot| source.as_ref().is_none_or(|source| one.source() == source);
+        one.filter(is_meant).into_iter().collect()
     }
 
     fn message(&self, volume: &Volume) -> pb::Volume {

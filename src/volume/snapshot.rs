@@ -130,25 +130,30 @@ impl Volumes {
         Ok(entry(id, kept, |layer| state.layers_from(layer)))
     }
 
-    /// At most `count` snapshots in order of id, from the first one after `after`, of one volume or
-    /// of all.
+    /// At most `count` snapshots that can be used, in order of id from the first one after `after`,
+    /// of one volume or of all.
     pub fn list_snapshots(
         &self,
         source: Option<&VolumeId>,
         after: Option<&SnapshotId>,
         count: usize,
-    ) -> Vec<(SnapshotId, SnapshotEntry)> {
+    ) -> Vec<Snapshot> {
         let start = after.map_or(Bound::Unbounded, Bound::Excluded);
         let state = self.state.lock();
-        let is_meant = |kept: &Kept<SnapshotRecord>| {
-            let of = kept.usable().map(|(_, record)| &record.source);
-            source.is_none_or(|source| of == Some(source))
-        };
         let rest = state.snapshots.range((start, Bound::Unbounded));
-        rest.filter(|(_, kept)| is_meant(kept))
-            .take(count)
-            .map(|(id, kept)| (id.clone(), entry(id, kept, |layer| state.layers_from(layer))))
-            .collect()
+        let usable = rest.filter_map(|(id, kept)| {
+            let is_meant = source.is_none_or(|source| {
+                kept.usable().is_some_and(|(_, record)| record.source == *source)
+            });
+            if !is_meant {
+                return None; // before its layers are looked up: there may be many
+            }
+            match entry(id, kept, |layer| state.layers_from(layer)) {
+                SnapshotEntry::Snapshot(snapshot) => Some(snapshot),
+                SnapshotEntry::Damaged { .. } => None,
+            }
+        });
+        usable.take(count).collect()
     }
 
     /// Begins to take a snapshot, or finds the one that an earlier call with the same wishes took.

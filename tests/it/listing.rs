@@ -138,3 +138,36 @@ async fn two_pools_share_the_volumes_and_a_volume_stays_in_its_own() {
     driver.delete("pvc-1").await.unwrap();
     driver.assert_empty().await;
 }
+
+/// Once a damaged snapshot in a page that was full with it was taken for the end of the list.
+#[tokio::test]
+async fn a_list_does_not_end_at_a_damaged_snapshot() {
+    let mut driver = Driver::start().await;
+    driver.create("pvc-1").await;
+    for name in ["a", "b", "c", "d", "e"] {
+        driver.snapshot(name, "pvc-1").await.unwrap();
+    }
+    driver.kill();
+    for name in ["b", "c"] {
+        let record = driver.path(&format!("pool/records/snapshots/{name}.json"));
+        std::fs::File::create(record).unwrap().set_len(1).unwrap();
+    }
+    driver.launch(&[], None);
+    driver.answers().await;
+    for max_entries in 1..4 {
+        let (mut found, mut starting_token) = (Vec::new(), String::new());
+        loop {
+            let request =
+                pb::ListSnapshotsRequest { max_entries, starting_token, ..Default::default() };
+            let page = driver.controller().list_snapshots(request).await.unwrap().into_inner();
+            assert!(page.entries.len() <= usize::try_from(max_entries).unwrap());
+            let ids = page.entries.into_iter().map(|entry| entry.snapshot.unwrap().snapshot_id);
+            found.extend(ids);
+            starting_token = page.next_token;
+            if starting_token.is_empty() {
+                break;
+            }
+        }
+        assert_eq!(found, ["a", "d", "e"], "{max_entries} a page");
+    }
+}
