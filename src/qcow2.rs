@@ -129,6 +129,22 @@ impl Error {
     fn io(action: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Io { action, source }
     }
+
+    /// The same for who goes by its kind: a full file system, or a size that cannot be.
+    pub fn into_io(self) -> io::Error {
+        let kind = match &self {
+            Self::Io { source, .. } => source.kind(),
+            Self::Limit { .. } => io::ErrorKind::FileTooLarge,
+            Self::Magic(_)
+            | Self::Dirty
+            | Self::Corrupt
+            | Self::Features(_)
+            | Self::Field { .. }
+            | Self::Damaged { .. }
+            | Self::Shrink { .. } => io::ErrorKind::Other,
+        };
+        io::Error::new(kind, self)
+    }
 }
 
 /// The 32-bit field of a header that is long enough.

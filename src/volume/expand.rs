@@ -5,15 +5,17 @@
 //! ```
 //!
 //! A crash in between leaves a layer that is to be larger than the volume: start-up has the image
-//! grown, by the daemon if there is one, and takes the size over. A volume never shrinks.
+//! grown, by the daemon if there is one, and takes the size over. An image that cannot grow so far
+//! stays what it is, and so does the volume. A volume never shrinks.
 
 use super::{
     Claim, Entry, Error, Format, Layer, SizeRange, Throttle, Volume, VolumeId, Volumes, record,
     record::VolumeRecord,
     state::{Kept, layer_record},
 };
-use crate::{crash, pool, qcow2, units::Bytes};
+use crate::{chain::Chain, crash, pool, qcow2, units::Bytes};
 use std::{fs::OpenOptions, io, path::Path};
+use tracing::{info, warn};
 
 impl Volumes {
     /// Decides on the new size of a volume: what it grows to, or `None` where it is as large
@@ -38,7 +40,9 @@ impl Volumes {
         if more > free {
             return Err(Error::PoolFull { pool: volume.pool().clone(), size: more, free });
         }
-        self.set_layer_size(&volume, size).map_err(Error::pool(volume.id()))?;
+        // Never less than an earlier call decided on that was not carried out.
+        let intended = size.max(volume.layers[0].size);
+        self.set_layer_size(&volume, intended).map_err(Error::pool(volume.id()))?;
         crash::point("volume-expand-intent");
         Ok(Some(size))
     }
@@ -47,7 +51,7 @@ impl Volumes {
         let active = volume.record.phase.active();
         let kept = self.state.lock().layers.get(&active).cloned();
         let Some(mut layer) = kept else { return Ok(()) };
-        layer.record.size = layer.record.size.max(size);
+        layer.record.size = size;
         record(&layer.pool, &layer_record(&layer.pool, active), &layer.record)?;
         self.state.lock().layers.insert(active, layer);
         Ok(())
@@ -63,12 +67,29 @@ impl Volumes {
         all.into_iter().filter_map(grows).collect()
     }
 
-    /// Grows the image of a volume that no daemon has open.
+    /// Grows the image of a volume that no daemon has open. Where that cannot be done, the volume
+    /// is as it was before: one that is to grow can be neither frozen nor given another size.
     pub fn grow_image(&self, claim: &Claim) -> Result<(), Error> {
         let volume = self.find(claim.volume())?;
-        volume.pool_grows(&volume.layers[0]).map_err(Error::pool(volume.id()))?;
+        if let Err(error) = volume.pool_grows(&volume.layers[0]) {
+            self.give_up_expansion(&volume);
+            return Err(Error::pool(volume.id())(error));
+        }
         crash::point("volume-expand-grown");
         Ok(())
+    }
+
+    /// Takes back what was intended with an image that did not grow.
+    fn give_up_expansion(&self, volume: &Volume) {
+        let (id, active) = (volume.id(), &volume.layers[0]);
+        match active.image_size() {
+            Some(Ok(size)) if size <= volume.size() => {}
+            Some(Ok(_) | Err(_)) | None => return, // another attempt may end it
+        }
+        match self.set_layer_size(volume, volume.size()) {
+            Ok(()) => info!(volume = %id, size = %volume.size(), "an expansion was given up"),
+            Err(error) => warn!(volume = %id, error = %Chain(&error), "giving up an expansion"),
+        }
     }
 
     /// Takes the size of the active layer over, whose image has it by now.
@@ -138,7 +159,7 @@ fn grow(path: &Path, layer: &Layer) -> io::Result<()> {
             file.set_len(layer.size.count())?;
         }
         Format::Raw => {}
-        Format::Qcow2 => qcow2::grow(&file, layer.size).map_err(io::Error::other)?,
+        Format::Qcow2 => qcow2::grow(&file, layer.size).map_err(qcow2::Error::into_io)?,
     }
     file.sync_all()
 }

@@ -1,10 +1,11 @@
 //! One layer, as a daemon or a person wants to know it.
 
 use super::{Format, LayerId};
-use crate::{source::Source, units::Bytes};
+use crate::{chain::Chain, qcow2, source::Source, units::Bytes};
 use serde::{Deserialize, Serialize};
 use std::{
-    fmt, fs,
+    fmt,
+    fs::{self, File},
     os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
 };
@@ -59,6 +60,23 @@ impl Layer {
         // POSIX: st_blocks counts units of 512 bytes whatever the block size.
         let data = self.path().and_then(|path| fs::metadata(path).ok());
         data.map_or(Bytes::ZERO, |data| Bytes::new(data.blocks().saturating_mul(512)))
+    }
+
+    /// The size that its image presents, if it has one, or why it cannot be told.
+    pub(super) fn image_size(&self) -> Option<Result<Bytes, String>> {
+        let path = self.path()?;
+        let size = || match self.format {
+            Format::Raw => {
+                let data = fs::metadata(path).map_err(|error| error.to_string())?;
+                Ok(Bytes::new(data.len()))
+            }
+            Format::Qcow2 => {
+                let file = File::open(path).map_err(|error| error.to_string())?;
+                let header = qcow2::header(&file).map_err(|error| Chain(&error).to_string())?;
+                Ok(header.size())
+            }
+        };
+        Some(size())
     }
 
     /// Its file, if it has one.

@@ -1,7 +1,7 @@
 //! Start-up: every record is driven to rest before the first call is served.
 
 use super::{
-    Format, LayerId, Overcommit, SnapshotId, VolumeId, Volumes,
+    LayerId, Overcommit, SnapshotId, VolumeId, Volumes,
     layer::Layer,
     record::{Cut, LayerRecord, Phase, SnapshotRecord, VolumeRecord},
     state::{Kept, KeptLayer, Shared, State, file_of},
@@ -9,15 +9,10 @@ use super::{
 use crate::{
     chain::Chain,
     pool::{self, Kind, Pool},
-    qcow2, store,
+    store,
     units::Bytes,
 };
-use std::{
-    collections::BTreeSet,
-    fs::{self, File},
-    path::Path,
-    sync::Arc,
-};
+use std::{collections::BTreeSet, path::Path, sync::Arc};
 use tracing::{error, info, warn};
 
 impl Volumes {
@@ -293,8 +288,7 @@ fn check_image(active: &Layer, size: Bytes) -> Result<(), String> {
 
 /// A remote master is looked at when it is opened.
 fn check_size(layer: &Layer, least: Bytes, most: Bytes) -> Result<(), String> {
-    let Some(path) = layer.path() else { return Ok(()) };
-    let found = size_of(path, layer.format);
+    let (Some(path), Some(found)) = (layer.path(), layer.image_size()) else { return Ok(()) };
     let path = path.display();
     let found = found.map_err(|error| format!("layer {path}: {error}"))?;
     if found < least || found > most {
@@ -302,21 +296,6 @@ fn check_size(layer: &Layer, least: Bytes, most: Bytes) -> Result<(), String> {
         return Err(format!("layer {path}: it has {found} bytes, and {recorded} are recorded"));
     }
     Ok(())
-}
-
-/// The size that an image presents.
-fn size_of(path: &Path, format: Format) -> Result<Bytes, String> {
-    match format {
-        Format::Raw => {
-            let data = fs::metadata(path).map_err(|error| error.to_string())?;
-            Ok(Bytes::new(data.len()))
-        }
-        Format::Qcow2 => {
-            let file = File::open(path).map_err(|error| error.to_string())?;
-            let header = qcow2::header(&file).map_err(|error| Chain(&error).to_string())?;
-            Ok(header.size())
-        }
-    }
 }
 
 /// What goes wrong with one thing stays with it.

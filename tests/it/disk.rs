@@ -14,12 +14,17 @@ pub(crate) struct SmallDisk {
 
 impl SmallDisk {
     pub(crate) fn new() -> Self {
+        Self::of(64 << 20)
+    }
+
+    /// One of so many bytes, in which no file can have more than 4 TiB.
+    pub(crate) fn of(size: u64) -> Self {
         let dir = tempfile::Builder::new().prefix("small-").tempdir().unwrap();
         let image = dir.path().join("image");
-        fs::File::create(&image).unwrap().set_len(64 << 20).unwrap();
+        fs::File::create(&image).unwrap().set_len(size).unwrap();
         fs::create_dir(dir.path().join("mount")).unwrap();
         let disk = Self { dir };
-        run(Command::new("mkfs.ext4").args(["-q", "-m", "0"]).arg(&image));
+        run(Command::new("mkfs.ext4").args(["-q", "-m", "0", "-b", "1024"]).arg(&image));
         run(Command::new("mount").args(["-o", "loop"]).arg(&image).arg(disk.path()));
         disk
     }
