@@ -426,3 +426,24 @@ async fn a_copy_of_a_master_is_left_to_whoever_asked_for_one() {
     driver.delete("pvc-1").await.unwrap();
     driver.assert_empty().await;
 }
+
+/// A copy that waits for secrets stays a layer of its own. Once it was merged with the larger
+/// active layer meanwhile, and could not be made under a guest any more, nor without the secrets.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_larger_clone_that_waits_for_secrets_is_made_once_they_are_there() {
+    let driver = Driver::start().await;
+    let server = Server::start(Kind::HttpAuth).await;
+    let mut request = on(&server, "pvc-1", &[("copyMode", "clone")]);
+    request.capacity_range.as_mut().unwrap().required_bytes = (2 * SIZE).try_into().unwrap();
+    create(&driver, request).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(2)).await; // long enough for what must not happen
+    let mut disk = open(&driver, &server, "pvc-1").await;
+    until("it is independent", async || layers(&driver, "pvc-1").await == 1).await;
+    for number in [0, 1, SIZE / 512 - 1] {
+        assert_eq!(disk.read(number), server.sector(number), "sector {number}");
+    }
+    drop(disk);
+    close(&driver, "pvc-1").await;
+    driver.delete("pvc-1").await.unwrap();
+    driver.assert_empty().await;
+}
