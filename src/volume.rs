@@ -49,7 +49,7 @@ pub use parameters::{
 pub use record::{Content, Format};
 pub use snapshot::{NewSnapshot, Snapshot, SnapshotEntry, Taking};
 pub use throttle::Throttle;
-pub use work::{Job, Progress, Site, Use, Way, Work};
+pub use work::{Job, Progress, Purpose, Site, Use, Way, Work};
 
 use crate::{
     pool::{self, Pool, Space},

@@ -10,7 +10,7 @@ use crate::{
     crash,
     qsd::{self, Credentials, Daemon, Height, JobState},
     source::{Access, Secrets},
-    volume::{Claim, Layer, Site, Use, VolumeId, Way, Work},
+    volume::{Claim, Layer, Purpose, Site, Use, VolumeId, Way, Work},
 };
 use std::{sync::Arc, time::Duration};
 use tokio::{
@@ -19,8 +19,12 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-/// How many jobs run at the same time.
-const ABREAST: usize = 4;
+/// How many merges run at the same time.
+const MERGES_ABREAST: usize = 4;
+
+/// How many clones are copied at the same time. They may be slow on purpose, and each is a daemon of
+/// some megabytes.
+const COPIES_ABREAST: usize = 16;
 
 /// How often it is looked for work that nothing announced.
 const ROUND: Duration = Duration::from_secs(5);
@@ -55,30 +59,35 @@ impl Node {
         self.work.notify_one();
     }
 
-    /// Finds work and has it done, until the driver ends.
+    /// Finds work and has it done, until the driver ends. Copies come first: what is merged with a
+    /// layer that is to be copied is to be copied, too. They never keep merges waiting.
     pub(super) async fn tend(self) {
-        let slots = Arc::new(Semaphore::new(ABREAST));
-        loop {
-            let slot = tokio::select! {
-                slot = slots.clone().acquire_owned() => slot,
-                () = self.stop.cancelled() => return,
-            };
-            let Ok(slot) = slot else { return };
-            if let Some(work) = self.next_work().await {
+        let slots = [(Purpose::Copy, COPIES_ABREAST), (Purpose::Merge, MERGES_ABREAST)]
+            .map(|(purpose, abreast)| (purpose, Arc::new(Semaphore::new(abreast))));
+        while !self.stop.is_cancelled() {
+            let mut begun = false;
+            for (purpose, slots) in &slots {
+                let Ok(slot) = slots.clone().try_acquire_owned() else { continue };
+                let Some(work) = self.next_work(*purpose).await else { continue };
                 self.tasks.spawn(self.clone().carry_out(work, slot));
+                begun = true;
+            }
+            if begun {
                 continue;
             }
             tokio::select! {
                 () = self.work.notified() => {}
                 () = sleep(ROUND) => {}
-                () = self.stop.cancelled() => return,
+                () = self.stop.cancelled() => {}
             }
         }
     }
 
-    async fn next_work(&self) -> Option<Work> {
+    async fn next_work(&self, purpose: Purpose) -> Option<Work> {
         let node = self.clone();
-        blocking(move || node.volumes.next_work(&node.claims, |id| node.used(id))).await
+        let used = move |id: &VolumeId| node.used(id);
+        let (volumes, claims) = (self.volumes.clone(), self.claims.clone());
+        blocking(move || volumes.next_work(purpose, &claims, used)).await
     }
 
     fn used(&self, id: &VolumeId) -> Use {

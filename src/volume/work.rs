@@ -80,6 +80,15 @@ pub enum Way {
     },
 }
 
+/// What work is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// A clone that is to be independent. It may be slow on purpose, and take days.
+    Copy,
+    /// A chain that is to be shorter.
+    Merge,
+}
+
 /// How a volume is used at the moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
@@ -233,12 +242,20 @@ impl Drop for Work {
 }
 
 impl Volumes {
-    /// The next thing to do, if there is any whose layers nobody works on.
-    pub fn next_work(&self, claims: &InFlight, used: impl Fn(&VolumeId) -> Use) -> Option<Work> {
+    /// The next thing to do for this purpose, if there is any whose layers nobody works on.
+    pub fn next_work(
+        &self,
+        purpose: Purpose,
+        claims: &InFlight,
+        used: impl Fn(&VolumeId) -> Use,
+    ) -> Option<Work> {
         let mut state = self.state.lock();
         let now = Instant::now();
         state.jobs.failed.retain(|_, failed| failed.until > now);
-        let plans = [state.detachments(), state.merges(), state.bypasses()].concat();
+        let plans = match purpose {
+            Purpose::Copy => state.detachments(),
+            Purpose::Merge => [state.merges(), state.bypasses()].concat(),
+        };
         for plan in plans {
             let Some((way, site)) = state.judge(&plan, claims, &used) else { continue };
             let (Some(upper), Ok(layers)) =

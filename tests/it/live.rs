@@ -5,7 +5,7 @@ use crate::{
     harness::{Dice, Driver, LIMIT, names, signal, until},
     hunt::{self, assert_holds},
     model::{
-        guest::{Action, Guest},
+        guest::{Action, Guest, LONGEST},
         picture::{Picture, SECTOR, read},
         records::{Reader, Records},
     },
@@ -311,5 +311,50 @@ async fn the_driver_dies_while_it_starts_a_daemon_again() {
     drop(guest);
     driver.remove("pvc-1").await;
     driver.delete_snapshot("snap-1").await.unwrap();
+    driver.assert_empty().await;
+}
+
+/// As many slow copies as jobs run at the same time. Once they kept all other layers from being
+/// merged, for hours.
+#[tokio::test(flavor = "multi_thread")]
+async fn slow_copies_do_not_hold_up_merges() {
+    let driver = Driver::start().await;
+    let size = 8 << 20;
+    let wish =
+        |name: &str, size, source, parameters| Wish { name: name.into(), size, source, parameters };
+    driver.fulfil(&wish("pvc-1", size, None, vec![])).await.unwrap();
+    driver.attach("pvc-1").await;
+    let writes = (0..sectors(size)).step_by(LONGEST);
+    let write = |first| Action::Write { sectors: first..first + LONGEST, stamp: 1 };
+    Guest::connect(&driver.socket("pvc-1")).act(writes.map(write).collect()).await;
+    driver.snapshot("snap-1", "pvc-1").await.unwrap();
+    let slowly = || vec![("copyMode", "clone"), ("cloneBytesPerSecond", "4Ki")];
+    let source = || Some(Source::Snapshot("snap-1".to_owned()));
+    for number in 0..6 {
+        let name = format!("slow-{number}");
+        driver.fulfil(&wish(&name, size, source(), slowly())).await.unwrap();
+    }
+    until("all are copied side by side", async || {
+        let layers = driver.look().await.layers;
+        layers.iter().filter(|layer| layer.job.is_some()).count() == 6
+    })
+    .await;
+    driver.create("pvc-2").await;
+    driver.attach("pvc-2").await;
+    for name in ["one", "two"] {
+        driver.snapshot(name, "pvc-2").await.unwrap();
+        driver.delete_snapshot(name).await.unwrap();
+    }
+    until("its layers are merged", async || {
+        let volumes = driver.inspect().await;
+        volumes.iter().any(|one| one.volume_id == "pvc-2" && one.layers.len() == 1)
+    })
+    .await;
+    driver.detach("pvc-2").await;
+    driver.detach("pvc-1").await;
+    driver.delete_snapshot("snap-1").await.unwrap();
+    for volume in driver.inspect().await {
+        driver.delete(&volume.volume_id).await.unwrap();
+    }
     driver.assert_empty().await;
 }
