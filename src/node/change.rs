@@ -101,7 +101,7 @@ impl Node {
         }
         daemon.stop(&self.supervisor).await?;
         let grown = self.grow_image(claim).await;
-        self.restart(claim).await?;
+        self.restart_for_sure(claim).await?;
         grown
     }
 
@@ -127,9 +127,10 @@ impl Node {
         {
             // What a daemon that does not answer would still do, the record of the limits undoes
             // when it is taken over or replaced.
-            self.volumes.set_throttle(claim, before)?;
+            let taken_back = self.volumes.set_throttle(claim, before);
             let error = Error::daemon(id)(error.into());
-            self.replace_doubtful(claim, &daemon, &error).await;
+            _ = self.replace_doubtful(claim, &daemon, &error).await;
+            taken_back?;
             return Err(error);
         }
         info!(volume = %id, limits = ?after.limits().collect::<Vec<_>>(), "modified");

@@ -158,7 +158,7 @@ impl Node {
         let daemon = match ready.await {
             Ok(daemon) => daemon,
             Err(error) => {
-                self.replace_doubtful(claim, &daemon, &error).await;
+                _ = self.replace_doubtful(claim, &daemon, &error).await;
                 return Err(error);
             }
         };
@@ -169,7 +169,8 @@ impl Node {
         }
         if let Err(error) = daemon.put_on(&active, &overlay).await {
             let error = Error::daemon(id)(error.into());
-            self.replace_doubtful(claim, &daemon, &error).await;
+            // While it goes on, what is to be frozen changes.
+            self.replace_doubtful(claim, &daemon, &error).await?;
         }
         crash::point("freeze-done");
         Ok(())
@@ -209,30 +210,46 @@ impl Node {
     async fn close_overlay(&self, claim: &Claim, daemon: &Daemon, overlay: &Layer) {
         if let Err(error) = daemon.close_layer(overlay).await {
             let error = Error::daemon(claim.volume())(error.into());
-            self.replace_doubtful(claim, daemon, &error).await;
+            _ = self.replace_doubtful(claim, daemon, &error).await;
         }
     }
 
     /// Ends a daemon of which it is not known what it has done, and starts another from the
-    /// records. The relay keeps what the VM has asked for meanwhile.
-    pub(super) async fn replace_doubtful(&self, claim: &Claim, daemon: &Daemon, why: &Error) {
+    /// records. The relay keeps what the VM has asked for meanwhile. What cannot be done now is done
+    /// later; an error says that the daemon may still be at work until then.
+    pub(super) async fn replace_doubtful(
+        &self,
+        claim: &Claim,
+        daemon: &Daemon,
+        why: &Error,
+    ) -> Result<(), Error> {
         let id = claim.volume();
         warn!(volume = %id, pid = daemon.pid(), error = %Chain(why), "replacing a daemon");
-        let replaced = async {
+        let ended = async {
             if why.is_of_deaf_daemon() {
                 self.supervisor.kill(daemon.key()).await?; // it would not hear that it is to end
             }
-            self.replace(claim, daemon).await
+            daemon.stop(&self.supervisor).await
         };
-        if let Err(error) = replaced.await {
+        if let Err(error) = ended.await {
+            let reason = Chain(&error).to_string();
+            error!(volume = %id, error = reason, "ending a daemon");
+            if let Some(one) = self.attached().get_mut(id) {
+                one.service = Service::Down { reason };
+            }
+            self.revive_later(id);
+            return Err(error.into());
+        }
+        if let Err(error) = self.restart_for_sure(claim).await {
             error!(volume = %id, error = %Chain(&error), "replacing a daemon");
         }
+        Ok(())
     }
 
     /// Lets a daemon end, and starts another from the records in its place. The relay keeps what
     /// the VM asks for meanwhile.
     pub(super) async fn replace(&self, claim: &Claim, daemon: &Daemon) -> Result<(), Error> {
         daemon.stop(&self.supervisor).await?;
-        self.restart(claim).await
+        self.restart_for_sure(claim).await
     }
 }

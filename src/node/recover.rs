@@ -293,6 +293,11 @@ impl Node {
         self.tasks.spawn(self.clone().revive(id.clone(), pause));
     }
 
+    /// Has the daemon of a volume started again in the background.
+    pub(super) fn revive_later(&self, id: &VolumeId) {
+        self.tasks.spawn(self.clone().revive(id.clone(), FIRST_PAUSE));
+    }
+
     /// Starts the daemon of a volume again, ever more patiently, until it serves or is not wanted.
     async fn revive(self, id: VolumeId, mut pause: Duration) {
         loop {

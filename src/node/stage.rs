@@ -197,6 +197,15 @@ impl Node {
         }
     }
 
+    /// The same where a VM waits for it: an attempt that fails is followed by others.
+    pub(super) async fn restart_for_sure(&self, claim: &Claim) -> Result<(), Error> {
+        let outcome = self.restart(claim).await;
+        if outcome.is_err() {
+            self.revive_later(claim.volume());
+        }
+        outcome
+    }
+
     async fn try_restart(&self, id: &VolumeId) -> Result<(Daemon, Outcome), Error> {
         let key = self.serving(id);
         let running = self.running().await?;

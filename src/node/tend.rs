@@ -140,11 +140,24 @@ impl Node {
             }
         }
         crash::point("work-moved");
-        self.finish_work(&work)?;
-        let left = Left::by(&work);
+        let finished = self.finish_work(&work);
+        let tidied = match finished {
+            Ok(()) => self.tidy(id, &daemon, Left::by(&work)).await,
+            Err(_) => Ok(()),
+        };
         drop(work); // whoever replaces a daemon waits for the end of all work on it
-        self.tidy(id, &daemon, left).await;
-        Ok(Ended::Moved)
+        // Of one whose work was not recorded the layers are not those of the records.
+        match (finished, tidied) {
+            (Ok(()), Ok(())) => Ok(Ended::Moved),
+            (Ok(()), Err(error)) => {
+                self.give_up(id, &daemon, error).await;
+                Ok(Ended::Moved)
+            }
+            (Err(error), _) => {
+                self.replace_if_free(id, &daemon, &error).await;
+                Err(error)
+            }
+        }
     }
 
     /// Commits the active layer of a volume that is written to meanwhile.
@@ -171,17 +184,22 @@ impl Node {
             }
         }
         let Some(claim) = self.claim_for(id, &work).await else {
-            daemon.cancel_job().await.map_err(failed)?;
-            daemon.dismiss_job().await.map_err(failed)?;
-            return Ok(Ended::Interrupted);
+            let Err(error) = self.call_off(daemon, &work).await else {
+                return Ok(Ended::Interrupted);
+            };
+            drop(work);
+            return Err(self.give_up(id, daemon, error).await);
         };
         crash::point("commit-ready");
         let begin = Instant::now();
         let key = id.run_key();
         let relayed = |source| Error::Relay { volume: id.clone(), source };
         if let Err(source) = self.relay.pause(&key, HELD).await {
-            daemon.cancel_job().await.map_err(failed)?;
-            daemon.dismiss_job().await.map_err(failed)?;
+            let called_off = self.call_off(daemon, &work).await;
+            drop(work);
+            if let Err(error) = called_off {
+                _ = self.replace_doubtful(&claim, daemon, &failed(error)).await;
+            }
             return Err(relayed(source));
         }
         let settled = async {
@@ -206,7 +224,7 @@ impl Node {
             (Ok(_), Ok(()), Ok(_)) => Ok(Ended::Interrupted),
         };
         drop(work); // or the restart would wait for it
-        self.restart(&claim).await?;
+        self.restart_for_sure(&claim).await?;
         info!(volume = %id, stopped = ?begin.elapsed(), "the active layer was committed");
         outcome
     }
@@ -214,10 +232,18 @@ impl Node {
     /// Replaces a daemon with which work did not succeed: what it has open is not known for sure.
     async fn give_up(&self, id: &VolumeId, daemon: &Daemon, error: qsd::MonitorError) -> Error {
         let error = Error::daemon(id)(error.into());
-        if let Ok(claim) = self.claims.claim_briefly(id) {
-            self.replace_doubtful(&claim, daemon, &error).await;
-        }
+        self.replace_if_free(id, daemon, &error).await;
         error
+    }
+
+    /// Replaces a daemon of which it is not known what it has open, unless somebody works on the
+    /// volume: whoever does sees to it himself.
+    async fn replace_if_free(&self, id: &VolumeId, daemon: &Daemon, why: &Error) {
+        if let Ok(claim) = self.claims.claim_briefly(id) {
+            _ = self.replace_doubtful(&claim, daemon, why).await;
+        } else {
+            warn!(volume = %id, error = %Chain(why), "layers stay open");
+        }
     }
 
     /// The claim of a volume, unless somebody needs its layers first.
@@ -236,26 +262,21 @@ impl Node {
     }
 
     /// Has a daemon close what it has no use for, and write to no frozen layer any more: others may
-    /// want to read it. One that does not is replaced, if nobody works on the volume: whoever does
-    /// sees to it himself.
-    async fn tidy(&self, id: &VolumeId, daemon: &Daemon, left: Left) {
-        let tidy = async {
-            daemon.dismiss_job().await?;
-            for layer in &left.gone {
-                daemon.close_layer(layer).await?;
-            }
-            if self.volumes.layers_of_volume(id).first() != Some(&left.changed.id) {
-                daemon.reopen(&left.changed, left.below.as_ref(), Access::Read).await?;
-            }
-            Ok(())
-        };
-        let Err(error) = tidy.await else { return };
-        let error = Error::daemon(id)(qsd::Error::Monitor(error));
-        if let Ok(claim) = self.claims.claim_briefly(id) {
-            self.replace_doubtful(&claim, daemon, &error).await;
-        } else {
-            warn!(volume = %id, error = %Chain(&error), "layers stay open");
+    /// want to read it as soon as the work is over.
+    async fn tidy(
+        &self,
+        id: &VolumeId,
+        daemon: &Daemon,
+        left: Left,
+    ) -> Result<(), qsd::MonitorError> {
+        daemon.dismiss_job().await?;
+        for layer in &left.gone {
+            daemon.close_layer(layer).await?;
         }
+        if self.volumes.layers_of_volume(id).first() != Some(&left.changed.id) {
+            daemon.reopen(&left.changed, left.below.as_ref(), Access::Read).await?;
+        }
+        Ok(())
     }
 
     /// Work in a daemon of its own, on layers that nobody has open. A crash leaves a daemon and a
@@ -354,6 +375,12 @@ impl Node {
             daemon.reopen(&changed, below.as_ref(), Access::Write).await?;
         }
         Ok(state)
+    }
+
+    /// Ends a job that only follows writes, and leaves the daemon as it was before.
+    async fn call_off(&self, daemon: &Daemon, work: &Work) -> Result<(), qsd::MonitorError> {
+        daemon.cancel_job().await?;
+        self.put_back(daemon, work).await
     }
 
     /// Leaves a daemon as it was before a job that came to nothing.

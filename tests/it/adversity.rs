@@ -3,7 +3,7 @@
 use crate::{
     disk::SmallDisk,
     harness::{
-        Dice, Driver, LIMIT, create_request, daemons_below, is_alive, mount, names, signal,
+        Dice, Driver, LIMIT, create_request, daemons_below, is_alive, mount, names, part, signal,
         supervisors_of, until,
     },
     vm::Vm,
@@ -12,8 +12,8 @@ use pb::volume_capability::access_mode::Mode;
 use qsd_csi::csi::pb::csi as pb;
 use std::{
     fs,
-    io::ErrorKind,
-    os::unix::fs::symlink,
+    io::{ErrorKind, Write as _},
+    os::unix::fs::{PermissionsExt as _, symlink},
     path::PathBuf,
     process::Command,
     time::{Duration, Instant},
@@ -426,5 +426,31 @@ async fn remove_all(driver: &Driver, volumes: &[&str]) {
         }
     }
     until("a supervisor is there", async || driver.path("run/supervisor.sock").exists()).await;
+    driver.assert_empty().await;
+}
+
+/// A storage daemon that cannot be started for a moment, just as one was to take the place of
+/// another. Once nobody tried again.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_daemon_that_could_not_be_replaced_is_started_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let (program, broken) = (dir.path().join("qsd"), dir.path().join("broken"));
+    let (real, mark) = (part("bin/qemu-storage-daemon"), broken.display());
+    let script =
+        format!("#!/bin/sh\n[ -e '{mark}' ] && exit 1\nexec '{}' \"$@\"\n", real.display());
+    {
+        let mut file = fs::File::create(&program).unwrap();
+        file.write_all(script.as_bytes()).unwrap();
+        file.set_permissions(fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    let driver = Driver::start_on(program, &[]).await;
+    driver.published("pvc-1").await;
+    fs::File::create(&broken).unwrap();
+    driver.expand("pvc-1", 2 << 30).await.unwrap_err();
+    fs::remove_file(&broken).unwrap();
+    until("it is served", async || driver.daemons().await.len() == 1).await;
+    driver.expand("pvc-1", 2 << 30).await.unwrap();
+    assert_eq!(driver.inspect().await[0].capacity_bytes, 2 << 30);
+    driver.remove("pvc-1").await;
     driver.assert_empty().await;
 }
