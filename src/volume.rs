@@ -16,6 +16,7 @@
 //! Called by the gRPC edge (`csi`) and by `node`. Everything that changes a volume takes its
 //! `Claim`. The calls block on the file system; async callers run them on a blocking thread.
 
+mod ahead;
 mod changed;
 mod claim;
 mod create;
@@ -34,6 +35,7 @@ mod state;
 mod throttle;
 mod work;
 
+pub use ahead::Ahead;
 pub use changed::{LayerError, Pair, Ranges, Wanted};
 pub use claim::{Busy, Claim, Claimed, InFlight};
 pub use create::{Creation, NewVolume};

@@ -10,14 +10,14 @@ use crate::{
     crash,
     qsd::{self, Credentials, Daemon, Height, JobState},
     source::{Access, Secrets},
-    volume::{Claim, Layer, Purpose, Site, Use, VolumeId, Way, Work},
+    volume::{Ahead, Claim, Layer, Purpose, Site, Use, VolumeId, Way, Work},
 };
 use std::{sync::Arc, time::Duration};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
     time::{Instant, sleep},
 };
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 
 /// How many merges run at the same time.
 const MERGES_ABREAST: usize = 4;
@@ -340,6 +340,7 @@ impl Node {
         daemon.start_job(work.upper(), work.way(), self.height(work)).await?;
         crash::point("work-begun");
         let [mut pause, longest] = LOOKS;
+        let mut pace = Pace::of(work);
         loop {
             let state = tokio::select! {
                 () = sleep(pause) => daemon.job().await?,
@@ -351,7 +352,10 @@ impl Node {
                 other => other,
             };
             match state {
-                JobState::Running { done, total } => work.progress().set(done, total),
+                JobState::Running { done, total } => {
+                    work.progress().set(done, total);
+                    pace = pace.keep(daemon, done).await;
+                }
                 JobState::Ready if follow == Follow::UntilReady => return Ok(Ended::Moved),
                 JobState::Ready => daemon.complete_job().await?,
                 JobState::Done => return Ok(Ended::Moved),
@@ -399,6 +403,44 @@ impl Node {
             () = work.interrupted() => {}
             () = self.stop.cancelled() => {}
         }
+    }
+}
+
+/// How fast a copy with a limit goes on. While no driver looks, it keeps the speed that it had last.
+enum Pace {
+    /// As it was told at its begin.
+    Steady,
+    /// At its limit, or so much faster as nothing is to be copied for a second.
+    Limited { ahead: Ahead, limit: u64, speed: u64 },
+}
+
+impl Pace {
+    fn of(work: &Work) -> Self {
+        let Way::Stream { base: None, bytes_per_second } = work.way() else { return Self::Steady };
+        let limit = bytes_per_second.count();
+        if limit == 0 {
+            return Self::Steady;
+        }
+        match tokio::task::block_in_place(|| Ahead::of(work)) {
+            Ok(ahead) => Self::Limited { ahead, limit, speed: limit },
+            Err(error) => {
+                debug!(error = %Chain(&error), "a copy does not know what is ahead of it");
+                Self::Steady
+            }
+        }
+    }
+
+    /// Has a job that has come so far go on no faster than it may. Never as fast as would bring it
+    /// beyond what is empty before the next look at it.
+    async fn keep(self, daemon: &Daemon, done: u64) -> Self {
+        let Self::Limited { mut ahead, limit, speed } = self else { return self };
+        let free = tokio::task::block_in_place(|| ahead.nothing_for(done)).unwrap_or_default();
+        let next = limit.max(free);
+        // A job that has just ended refuses, and is as well without.
+        if next != speed && daemon.set_job_speed(next).await.is_err() {
+            return Self::Limited { ahead, limit, speed };
+        }
+        Self::Limited { ahead, limit, speed: next }
     }
 }
 

@@ -198,6 +198,12 @@ impl Daemon {
         self.execute(command).await.map(drop)
     }
 
+    /// Has the job move so many bytes a second at most from now on.
+    pub async fn set_job_speed(&self, bytes_per_second: u64) -> Result<(), Error> {
+        let arguments = json!({ "device": JOB, "speed": bytes_per_second });
+        self.execute(Command::new("block-job-set-speed", arguments)).await.map(drop)
+    }
+
     /// How the job is getting on.
     pub async fn job(&self) -> Result<JobState, Error> {
         let jobs = self.execute(Command::new("query-jobs", json!({}))).await?;

@@ -74,7 +74,7 @@ pub struct Ranges {
 
 /// A layer whose file is open, so that it can be read even when it is merged away.
 #[derive(Debug)]
-struct Open {
+pub(super) struct Open {
     layer: Layer,
     content: Content,
 }
@@ -178,7 +178,7 @@ fn between<'a>(base: &'a Snapshot, target: &'a Snapshot) -> Result<&'a [Layer], 
 }
 
 impl Open {
-    fn of(layer: Layer) -> Result<Self, Error> {
+    pub(super) fn of(layer: Layer) -> Result<Self, Error> {
         let open = || {
             let Some(path) = layer.path() else { return Ok(Content::Master) };
             let file = File::open(path)?;
@@ -211,7 +211,8 @@ impl Open {
     }
 }
 
-fn provided(layers: &[Open], window: &Range<u64>) -> Result<Extents, Error> {
+/// What these layers provide together.
+pub(super) fn provided(layers: &[Open], window: &Range<u64>) -> Result<Extents, Error> {
     layers.iter().try_fold(Extents::default(), |all, layer| Ok(all.union(&layer.within(window)?)))
 }
 

@@ -358,3 +358,51 @@ async fn slow_copies_do_not_hold_up_merges() {
     }
     driver.assert_empty().await;
 }
+
+/// What is copied slowly is what there is: once what is empty took as long as what is not, and what
+/// was copied already took as long once more after each interruption.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_slow_copy_spends_no_time_on_what_is_empty_or_copied() {
+    let mut driver = Driver::start().await;
+    let size = 8 << 30;
+    let wish =
+        |name: &str, source, parameters| Wish { name: name.into(), size, source, parameters };
+    driver.fulfil(&wish("pvc-1", None, vec![])).await.unwrap();
+    driver.attach("pvc-1").await;
+    let parts =
+        [0..24 << 20, size - (2 << 20)..size].map(|part| sectors(part.start)..sectors(part.end));
+    let first = parts.iter().flat_map(|part| part.clone().step_by(LONGEST));
+    let write = |first| Action::Write { sectors: first..first + LONGEST, stamp: 1 };
+    Guest::connect(&driver.socket("pvc-1")).act(first.map(write).collect()).await;
+    driver.detach("pvc-1").await;
+    let slowly = vec![("copyMode", "clone"), ("cloneBytesPerSecond", "2Mi")];
+    let source = Some(Source::Volume("pvc-1".to_owned()));
+    let begin = Instant::now();
+    driver.fulfil(&wish("pvc-2", source, slowly)).await.unwrap();
+    driver.attach("pvc-2").await;
+    let is_copied = async |driver: &Driver, most: u64| {
+        let volumes = driver.inspect().await;
+        let copy = volumes.iter().find(|one| one.volume_id == "pvc-2").unwrap();
+        let alone = copy.layers.len() == 1;
+        alone || copy.layers[0].allocated_bytes >= i64::try_from(most).unwrap()
+    };
+    until("most is copied", async || is_copied(&driver, 20 << 20).await).await;
+    let first = begin.elapsed();
+    driver.restart().await;
+    let begin = Instant::now();
+    until("all is copied", async || is_copied(&driver, u64::MAX >> 1).await).await;
+    let rest = begin.elapsed();
+    assert!(first > Duration::from_secs(8), "20 MiB, faster than 2 MiB/s: {first:?}");
+    assert!(rest < first, "6 MiB, slower than the 20 MiB before: {rest:?}, not {first:?}");
+    let guest = Guest::connect(&driver.socket("pvc-2"));
+    for part in parts {
+        let found = guest.read(part.start..part.start + LONGEST).await;
+        assert_eq!(read(&found, part.start).unwrap(), [1; LONGEST]);
+    }
+    drop(guest);
+    driver.detach("pvc-2").await;
+    for volume in ["pvc-1", "pvc-2"] {
+        driver.delete(volume).await.unwrap();
+    }
+    driver.assert_empty().await;
+}
