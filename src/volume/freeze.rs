@@ -13,7 +13,7 @@
 
 use super::{
     Claim, Error, Format, Layer, LayerId, VolumeId, Volumes, record,
-    record::{LayerRecord, Phase},
+    record::{LayerRecord, Phase, VolumeRecord},
     state::{Hold, Kept, KeptLayer, layer_record},
 };
 use crate::{
@@ -111,6 +111,7 @@ impl Volumes {
             Some(Kept::Damaged { .. }) => true,
             None => false,
         };
+        let is_adopted = is_adopted || is_named(pool, volume, overlay);
         if is_adopted || self.state.lock().children(overlay).next().is_some() {
             return Ok(());
         }
@@ -139,5 +140,15 @@ impl Volumes {
         store::remove(&pool.record(Kind::Layer, id)).map_err(|source| pool.store(source))?;
         self.state.lock().layers.remove(&id);
         Ok(())
+    }
+}
+
+/// Whether the record of a volume may name this layer. What is known in memory is not enough: where
+/// a record was replaced and that could not be made durable, there was an error, and it may be there.
+fn is_named(pool: &Pool, volume: &VolumeId, layer: LayerId) -> bool {
+    match store::load::<VolumeRecord>(&pool.record(Kind::Volume, volume)) {
+        Ok(Some(record)) => record.phase.active() == layer,
+        Ok(None) => false,
+        Err(_) => true,
     }
 }
