@@ -15,7 +15,7 @@
 //! This module says what is to be done and records what was done. The node does it (`node::tend`).
 
 use super::{
-    Error, InFlight, Layer, LayerId, Login, SnapshotId, VolumeId, Volumes, record,
+    Error, Format, InFlight, Layer, LayerId, Login, SnapshotId, VolumeId, Volumes, record,
     record::{LayerRecord, Leftovers},
     state::{KeptLayer, Shared, State, file_of, layer_record},
 };
@@ -36,6 +36,10 @@ const DEEPEST: usize = 8;
 
 /// Bytes of size that are looked at in the time in which one byte is moved.
 const LOOKS_A_BYTE: u64 = 512;
+
+/// Bytes that are moved rather down than up where a volume stays raw by that: it is faster from then
+/// on, and an overlay that a raw layer went into is never raw again.
+const RAW_IS_WORTH: u64 = 1 << 30;
 
 /// How long work that failed is left alone.
 const AFTER_FAILURE: Duration = Duration::from_secs(30);
@@ -572,7 +576,12 @@ impl State {
 /// size, also where there is nothing: 6 s of a core for a TiB.
 fn is_commit_cheaper(upper: &Layer, lower: &Layer, is_topmost: bool) -> bool {
     let looks = if is_topmost { upper.size.count() / LOOKS_A_BYTE } else { 0 };
-    upper.allocated().count() <= lower.allocated().count().saturating_add(looks)
+    let raw = match lower.format {
+        Format::Raw => RAW_IS_WORTH,
+        Format::Qcow2 => 0,
+    };
+    let down = lower.allocated().count().saturating_add(looks).saturating_add(raw);
+    upper.allocated().count() <= down
 }
 
 /// Where the layers of these volumes are open, if that is one place.
