@@ -424,9 +424,6 @@ impl State {
     }
 
     /// Every layer without a name and with one child, and that child.
-    ///
-    /// One that is to be a copy is not merged with a larger one before it is: that could not be
-    /// streamed into under a guest.
     fn merges(&self) -> Vec<Plan> {
         let mut children: HashMap<LayerId, Vec<LayerId>> = HashMap::new();
         for (id, layer) in &self.layers {
@@ -435,9 +432,7 @@ impl State {
             }
         }
         let plan = |(lower, children): (LayerId, Vec<LayerId>)| match children[..] {
-            [upper] if self.can_merge(lower) && !self.is_smaller_copy(lower, upper) => {
-                Some(Plan { upper, lower, kind: Kind::Merge })
-            }
+            [upper] if self.can_merge(lower) => Some(Plan { upper, lower, kind: Kind::Merge }),
             _ => None,
         };
         children.into_iter().filter_map(plan).collect()
@@ -470,14 +465,6 @@ impl State {
         self.snapshots_of(id).next().is_none()
             && !self.is_held(id)
             && !self.layers.get(&id).is_some_and(is_master_or_copy)
-    }
-
-    /// Whether the lower one is to be a copy of what is below, and has less than the upper one.
-    fn is_smaller_copy(&self, lower: LayerId, upper: LayerId) -> bool {
-        let (Some(lower), Some(upper)) = (self.layers.get(&lower), self.layers.get(&upper)) else {
-            return false;
-        };
-        lower.record.detach.is_some() && lower.record.size < upper.record.size
     }
 
     /// Whether the layers below can be opened where nobody has them open.
