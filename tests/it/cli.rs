@@ -128,8 +128,9 @@ async fn a_clone_is_waited_for_until_it_is_independent() {
     let cloned = did(&driver, &[&["volume", "clone", "disk", "slow"][..], &slow].concat()).await;
     assert!(cloned.contains("attach slow") && cloned.contains("qsd-csi tree"), "{cloned}");
     let tree = did(&driver, &["tree"]).await;
-    let line = tree.lines().find(|line| line.contains("slow")).unwrap();
-    assert!(line.contains("clone") && line.contains("detached"), "{tree}");
+    let volume = tree.lines().position(|line| line.contains("slow")).unwrap();
+    let lines: Vec<_> = tree.lines().collect();
+    assert!(lines[volume].contains("detached") && lines[volume - 1].contains("clone"), "{tree}");
     let copied =
         did(&driver, &["volume", "clone", "disk", "copy", "--wait", "--size", "2Gi"]).await;
     assert!(copied.contains("copy of 2Gi") && copied.contains("needs nothing of disk"), "{copied}");

@@ -159,7 +159,7 @@ async fn a_clone_lives_on_without_its_master() {
         let driver = Driver::start().await;
         let mut server = Server::start(kind).await;
         create(&driver, on(&server, "pvc-1", &[("copyMode", "clone")])).await.unwrap();
-        assert_eq!(layers(&driver, "pvc-1").await, 2, "it waits for its secrets");
+        assert_eq!(layers(&driver, "pvc-1").await, 3, "it waits for its secrets");
         let mut disk = open(&driver, &server, "pvc-1").await;
         disk.works(1, 255);
         until("it is independent", async || layers(&driver, "pvc-1").await == 1).await;

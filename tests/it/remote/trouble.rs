@@ -227,7 +227,7 @@ async fn a_clone_whose_master_dies_waits_for_it_and_is_whole_in_the_end() {
     server.kill();
     disk.works(2, 254);
     others_are_swift(&driver, "plain").await;
-    assert_eq!(layers(&driver, "pvc-1").await, 2);
+    assert_eq!(layers(&driver, "pvc-1").await, 3);
     tokio::time::sleep(Duration::from_secs(3)).await;
     server.launch().await;
     until("it is independent", async || layers(&driver, "pvc-1").await == 1).await;
