@@ -467,6 +467,11 @@ impl State {
             && !self.layers.get(&id).is_some_and(is_master_or_copy)
     }
 
+    fn stands_on_master(&self, id: LayerId) -> bool {
+        let layers = self.layers_from(id).unwrap_or_default();
+        layers.last().is_some_and(|layer| layer.master().is_some())
+    }
+
     /// Whether the layers below can be opened where nobody has them open.
     fn opens_without_secrets(&self, id: LayerId) -> bool {
         let layers = self.layers_from(id).unwrap_or_default();
@@ -518,7 +523,11 @@ impl State {
             Kind::Bypass => self.stream(plan.lower),
             Kind::Merge => {
                 let is_topmost = site == Site::Workshop || self.volume_on(plan.upper).is_some();
-                if !is_streamable || is_commit_cheaper(&upper, &lower, is_topmost) {
+                // The commit of a topmost layer moves whole clusters, and reads what is around: of a
+                // master that cannot be had here. A stream moves what is there.
+                let is_barred = site == Site::Workshop && self.stands_on_master(plan.upper);
+                let is_cheaper = is_commit_cheaper(&upper, &lower, is_topmost);
+                if !is_streamable || (is_cheaper && !is_barred) {
                     Way::Commit { into: lower }
                 } else {
                     self.stream(plan.lower)

@@ -2,7 +2,7 @@
 
 use crate::harness::{Driver, GIB, create_request, mount, names};
 use pb::{
-    volume_capability::{AccessType, BlockVolume, MountVolume, access_mode::Mode},
+    volume_capability::{AccessType, MountVolume, access_mode::Mode},
     volume_content_source,
 };
 use qsd_csi::csi::pb::csi as pb;
@@ -42,6 +42,16 @@ async fn create_volume() {
         access_type: Some(access_type),
         ..mount(Mode::SingleNodeWriter)
     };
+    let of_no_type = pb::VolumeCapability { access_type: None, ..mount(Mode::SingleNodeWriter) };
+    let with_file_system = |fs_type: &str, flag: &str| {
+        let mut request = parameter("publish", "filesystem");
+        request.volume_capabilities = vec![of_type(AccessType::Mount(MountVolume {
+            fs_type: fs_type.into(),
+            mount_flags: vec![flag.into()],
+            ..Default::default()
+        }))];
+        request
+    };
     let elsewhere = pb::TopologyRequirement {
         requisite: vec![pb::Topology {
             segments: HashMap::from([(qsd_csi::csi::TOPOLOGY.into(), "node-2".into())]),
@@ -80,8 +90,10 @@ async fn create_volume() {
         (capability(mount(Mode::MultiNodeMultiWriter)), InvalidArgument, &["MULTI_NODE_MULTI"]),
         (capability(mount(Mode::SingleNodeReaderOnly)), InvalidArgument, &["READER_ONLY"]),
         (capability(mount(Mode::Unknown)), InvalidArgument, &["volume_capabilities", "UNKNOWN"]),
-        (capability(of_type(AccessType::Block(BlockVolume {}))), InvalidArgument, &["block"]),
+        (capability(of_no_type), InvalidArgument, &["volume_capabilities", "no access type"]),
         (capability(of_type(AccessType::Mount(flags))), InvalidArgument, &["noatime"]),
+        (with_file_system("ntfs", ""), InvalidArgument, &["fs_type", "\"ntfs\""]),
+        (with_file_system("xfs", "remount"), InvalidArgument, &["mount_flags", "\"remount\""]),
         (capability(of_type(AccessType::Mount(group))), InvalidArgument, &["107"]),
         (
             pb::CreateVolumeRequest { accessibility_requirements: Some(elsewhere), ..good() },

@@ -324,7 +324,7 @@ async fn a_master_that_has_less_than_it_says_is_an_error_where_it_has_nothing() 
     })
     .await;
     tokio::time::sleep(Duration::from_secs(1)).await;
-    assert_eq!(layers(&driver, "pvc-2").await, 2);
+    assert_eq!(layers(&driver, "pvc-2").await, 3);
     driver.delete("pvc-2").await.unwrap();
     driver.assert_empty().await;
 }
