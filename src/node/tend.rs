@@ -15,7 +15,7 @@ use crate::{
 use std::{sync::Arc, time::Duration};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
-    time::{Instant, sleep},
+    time::{Instant, sleep, timeout},
 };
 use tracing::{debug, info, warn};
 
@@ -34,6 +34,9 @@ const LOOKS: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(20
 
 /// How long a VM is held back at most while the last writes are committed.
 const HELD: Duration = Duration::from_secs(5);
+
+/// How long the relay takes at most to tell whether a VM was held back, if it can tell now.
+const ANSWER: Duration = Duration::from_millis(500);
 
 /// How far a job is followed.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -194,13 +197,19 @@ impl Node {
         let begin = Instant::now();
         let key = id.run_key();
         let relayed = |source| Error::Relay { volume: id.clone(), source };
-        if let Err(source) = self.relay.pause(&key, HELD).await {
+        let paused = tokio::select! {
+            paused = self.relay.pause(&key, HELD) => paused.map_err(relayed),
+            // While a VM that just connects waits for a daemon, the relay does nothing else.
+            () = daemon.closed() => Err(failed(qsd::MonitorError::Closed)),
+        };
+        if let Err(error) = paused {
             let called_off = self.call_off(daemon, &work).await;
             drop(work);
             if let Err(error) = called_off {
                 _ = self.replace_doubtful(&claim, daemon, &failed(error)).await;
             }
-            return Err(relayed(source));
+            _ = self.relay.resume(&key).await; // it may be held by now
+            return Err(error);
         }
         let settled = async {
             let state = daemon.end_ready_job().await?;
@@ -212,8 +221,9 @@ impl Node {
         let settled = settled.await.map_err(failed);
         let stopped = daemon.stop(&self.supervisor).await;
         crash::point("commit-stopped");
-        // Requests wait for a daemon from here on, held back or not.
-        let held = self.relay.resume(&key).await;
+        // Requests wait for a daemon from here on, held back or not. The relay does nothing else while
+        // a VM that just connects waits for one: then it is not known what was held back.
+        let held = timeout(ANSWER, self.relay.resume(&key)).await.unwrap_or(Ok(false));
         let outcome = match (settled, stopped, held) {
             (Ok(JobState::Done), Ok(()), Ok(true)) => {
                 self.finish_work(&work).map(|()| Ended::Moved)
