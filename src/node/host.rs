@@ -137,7 +137,6 @@ impl HostPath {
     /// A crash after the directory was made leaves an empty one, which the repeat takes.
     pub(super) fn bind(&self, source: &Path, key: &RunKey) -> Result<Bound, Error> {
         match self.kind()? {
-            Kind::Nothing => self.make()?,
             Kind::Directory if self.is_mount_root()? && self.is(source)? => {
                 self.protect()?;
                 return Ok(Bound::Already);
@@ -147,12 +146,7 @@ impl HostPath {
             Kind::Directory if self.is_mount_root()? => {
                 return Err(self.unsuitable("is a mount point of something else"));
             }
-            Kind::Directory if !self.is_empty()? => {
-                return Err(self.unsuitable("is a directory with something in it"));
-            }
-            Kind::Directory => {}
-            Kind::Link => return Err(self.malformed("is a symbolic link")),
-            Kind::Other => return Err(self.unsuitable("is there already, and is not a directory")),
+            Kind::Nothing | Kind::Directory | Kind::Link | Kind::Other => self.take()?,
         }
         crash::point("node-publish-directory");
         let bound = mount_bind_recursive(source, &self.path);
@@ -199,6 +193,17 @@ impl HostPath {
                 Err(self.io("removing")(error))
             }
             Ok(()) | Err(_) => Ok(()),
+        }
+    }
+
+    /// Sees to it that an empty directory is here.
+    fn take(&self) -> Result<(), Error> {
+        match self.kind()? {
+            Kind::Nothing => self.make(),
+            Kind::Directory if self.is_empty()? => Ok(()),
+            Kind::Directory => Err(self.unsuitable("is a directory with something in it")),
+            Kind::Link => Err(self.malformed("is a symbolic link")),
+            Kind::Other => Err(self.unsuitable("is there already, and is not a directory")),
         }
     }
 
@@ -252,16 +257,15 @@ impl HostPath {
 
     /// Whether the topmost mount here shows the published directory of the volume `key`.
     fn is_bound_to(&self, key: &RunKey) -> Result<bool, Error> {
-        let path = fs::canonicalize(&self.path).map_err(self.io("resolving"))?;
-        let mounts = fs::read("/proc/self/mountinfo").map_err(self.io("listing the mounts of"))?;
-        Ok(topmost_root(&mounts, &path).is_some_and(|root| is_export(&root, key)))
+        Ok(self.mounted()?.is_some_and(|mounted| is_export(&mounted.root, key)))
     }
 
     fn malformed(&self, what: &'static str) -> Error {
         Error::Malformed { field: self.field, path: self.path.display().to_string(), what }
     }
 
-    fn unsuitable(&self, what: &'static str) -> Error {
+    /// What stands here stands in the way.
+    pub(super) fn unsuitable(&self, what: &'static str) -> Error {
         Error::Unsuitable { field: self.field, path: self.path.clone(), what }
     }
 
@@ -285,16 +289,6 @@ enum Kind {
     Directory,
     Link,
     Other,
-}
-
-/// The root, within its file system, of the last mount at `path` (proc(5), mountinfo fields 4, 5).
-fn topmost_root(mountinfo: &[u8], path: &Path) -> Option<PathBuf> {
-    let lines = mountinfo.split(|byte| *byte == b'\n').rev();
-    let mut mounts = lines.filter_map(|line| {
-        let mut fields = line.split(|byte| *byte == b' ').skip(3);
-        Some((unescape(fields.next()?), unescape(fields.next()?)))
-    });
-    mounts.find_map(|(root, point)| (point == path).then_some(root))
 }
 
 /// The kernel writes space, tab, newline and backslash as a backslash and three octal digits.
@@ -346,18 +340,6 @@ mod test {
         }
         let path = HostPath::parse("target_path", "/a//b/./c/".to_owned()).unwrap();
         assert_eq!(path.as_path(), Path::new("/a/b/c"));
-    }
-
-    #[test]
-    fn the_topmost_mount_at_a_path_counts() {
-        let mountinfo = b"22 1 254:0 / / rw - ext4 /dev/vda rw\n\
-            90 22 0:24 /q/0123456789abcdef0123456789abcdef/export /t/a\\040b rw - tmpfs tmpfs rw\n\
-            91 90 254:0 /home /t/a\\040b rw - ext4 /dev/vda rw\n";
-        let root = |path: &str| topmost_root(mountinfo, Path::new(path));
-        assert_eq!(root("/t/a b"), Some("/home".into()));
-        assert_eq!(root("/"), Some("/".into()));
-        assert_eq!(root("/t"), None);
-        assert_eq!(topmost_root(b"1 2 3\n\n \n", Path::new("/")), None);
     }
 
     #[test]

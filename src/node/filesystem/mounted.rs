@@ -49,9 +49,9 @@ pub async fn mount(
         return match mounted.device == device.device_number() {
             true if mounted.read_only == read_only => Ok(Bound::Already),
             // Also when ext4 stopped writing after an error.
-            true if mounted.read_only => Err(at.taken("is mounted read-only already").into()),
-            true => Err(at.taken("is mounted writable already").into()),
-            false => Err(at.taken("is a mount point of something else").into()),
+            true if mounted.read_only => Err(at.unsuitable("is mounted read-only already").into()),
+            true => Err(at.unsuitable("is mounted writable already").into()),
+            false => Err(at.unsuitable("is a mount point of something else").into()),
         };
     }
     at.require_empty()?;
@@ -87,14 +87,14 @@ pub async fn unmount(at: &HostPath) -> Result<Unmounted, Error> {
     for _ in 0..LAYERS {
         let Some(mounted) = table(at).await? else { return Ok(outcome) };
         if mounted.device.0 != LOOP_MAJOR || Kind::parse(&mounted.kind).is_err() {
-            return Err(at.taken("is a mount point of something else").into());
+            return Err(at.unsuitable("is a mount point of something else").into());
         }
         outcome = match (unmount_one(at).await?, outcome) {
             (Unmounted::Later, _) | (_, Unmounted::Later) => Unmounted::Later,
             (now, _) => now,
         };
     }
-    Err(at.taken("has too many mounts on top of each other").into())
+    Err(at.unsuitable("has too many mounts on top of each other").into())
 }
 
 async fn unmount_one(at: &HostPath) -> Result<Unmounted, Error> {
@@ -119,6 +119,6 @@ async fn table(at: &HostPath) -> Result<Option<Mounted>, Error> {
 pub(super) async fn require_mounted(device: &LoopDevice, at: &HostPath) -> Result<(), Error> {
     match table(at).await? {
         Some(mounted) if mounted.device == device.device_number() => Ok(()),
-        _ => Err(at.taken("does not show the file system").into()),
+        _ => Err(at.unsuitable("does not show the file system").into()),
     }
 }

@@ -1,7 +1,7 @@
 //! File systems, published: what is mounted at the staging path is bound onto a directory at the
 //! target.
 
-use super::{Bound, Error, HostPath, Kind};
+use super::{Bound, Error, HostPath};
 use rustix::mount::mount_bind;
 use std::path::Path;
 
@@ -32,15 +32,7 @@ impl HostPath {
                 Target::New => return Err(self.unsuitable("is a mount point of something else")),
             }
         }
-        match self.kind()? {
-            Kind::Nothing => self.make()?,
-            Kind::Directory if self.is_empty()? => {}
-            Kind::Directory => {
-                return Err(self.unsuitable("is a directory with something in it"));
-            }
-            Kind::Link => return Err(self.malformed("is a symbolic link")),
-            Kind::Other => return Err(self.unsuitable("is there already, and is not a directory")),
-        }
+        self.take()?;
         let bound = mount_bind(staged, &self.path);
         bound.map_err(|error| self.io("mounting on")(error.into()))?;
         Ok(Bound::Now)

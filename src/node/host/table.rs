@@ -30,30 +30,23 @@ impl HostPath {
             path => path.map_err(self.io("resolving"))?,
         };
         let mounts = table().map_err(self.io("listing the mounts of"))?;
-        Ok(mounts.into_iter().rev().find(|mounted| mounted.point == path))
+        Ok(topmost(&mounts, &path))
     }
-}
 
-impl HostPath {
     /// An error unless an empty directory is here.
     pub(in crate::node) fn require_empty(&self) -> Result<(), Error> {
         self.require_directory()?;
         if self.is_empty()? {
             Ok(())
         } else {
-            Err(self.taken("is a directory with something in it"))
+            Err(self.unsuitable("is a directory with something in it"))
         }
-    }
-
-    /// What stands here stands in the way.
-    pub(in crate::node) fn taken(&self, what: &'static str) -> Error {
-        self.unsuitable(what)
     }
 }
 
 /// Whether the file system on this device is mounted anywhere that we see.
 pub(in crate::node) fn is_mounted(device: (u32, u32)) -> io::Result<bool> {
-    Ok(table()?.iter().any(|mounted| mounted.device == device))
+    Ok(lines(&table()?).any(|mounted| mounted.device == device))
 }
 
 /// What the kernel calls a path: all but its last part is resolved, and that is not touched.
@@ -64,9 +57,17 @@ fn resolved(path: &Path) -> io::Result<PathBuf> {
     }
 }
 
-fn table() -> io::Result<Vec<Mounted>> {
-    let text = fs::read("/proc/self/mountinfo")?;
-    Ok(text.split(|byte| *byte == b'\n').filter_map(parse).collect())
+fn table() -> io::Result<Vec<u8>> {
+    fs::read("/proc/self/mountinfo")
+}
+
+fn lines(table: &[u8]) -> impl DoubleEndedIterator<Item = Mounted> {
+    table.split(|byte| *byte == b'\n').filter_map(parse)
+}
+
+/// The last mount at a path hides those before it.
+fn topmost(table: &[u8], path: &Path) -> Option<Mounted> {
+    lines(table).rev().find(|mounted| mounted.point == path)
 }
 
 fn parse(line: &[u8]) -> Option<Mounted> {
@@ -90,6 +91,18 @@ fn parse(line: &[u8]) -> Option<Mounted> {
 #[cfg(test)]
 mod test {
     use super::*;
+
+    #[test]
+    fn the_topmost_mount_at_a_path_counts() {
+        let mountinfo = b"22 1 254:0 / / rw - ext4 /dev/vda rw\n\
+            90 22 0:24 /q/0123456789abcdef0123456789abcdef/export /t/a\\040b rw - tmpfs tmpfs rw\n\
+            91 90 254:0 /home /t/a\\040b rw - ext4 /dev/vda rw\n";
+        let root = |path: &str| Some(topmost(mountinfo, Path::new(path))?.root);
+        assert_eq!(root("/t/a b"), Some("/home".into()));
+        assert_eq!(root("/"), Some("/".into()));
+        assert_eq!(root("/t"), None);
+        assert_eq!(topmost(b"1 2 3\n\n \n", Path::new("/")), None);
+    }
 
     #[test]
     fn a_line_of_the_table_tells_all_that_is_asked_of_it() {
