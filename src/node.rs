@@ -19,6 +19,7 @@ pub mod device;
 pub mod filesystem;
 mod form;
 mod host;
+mod image;
 mod layers;
 mod local;
 mod master;
@@ -33,7 +34,7 @@ mod tool;
 mod trial;
 mod upgrade;
 
-pub use form::{Capability, Form};
+pub use form::{Capability, Form, Group};
 pub use host::{Bound, Error as HostError, HostPath};
 pub use publish::Publish;
 pub use relayed::Relayed;
@@ -53,6 +54,7 @@ use crate::{
     },
 };
 use attachment::Attachment;
+use image::{CONTESTED, Image};
 use std::{
     collections::HashMap,
     io,
@@ -247,6 +249,12 @@ pub enum Error {
         /// In which form.
         form: Form,
     },
+    /// Who uses the volume as a file would not survive what is to be done.
+    #[error(
+        "volume {0} is in use as disk.img, which would end; end the pod that uses it, or attach it \
+         by its socket"
+    )]
+    ImageOpen(VolumeId),
     /// The volume has no daemon that could be replaced.
     #[error("volume {0} is not served by a daemon; stage it first")]
     NotServed(VolumeId),
@@ -295,6 +303,8 @@ struct Attached {
     restarts: u64,
     /// How often in a row it died soon after it was started.
     hasty_ends: u32,
+    /// Whether its daemon shows it as a file, too.
+    image: Image,
 }
 
 #[derive(Clone, Debug)]
@@ -369,6 +379,7 @@ impl Node {
             monitor: dir.daemon(self.slot(volume)).debug_monitor(),
             restarts: attached.restarts,
             warning: match &attached.service {
+                Service::Up(_) if attached.image == Image::Contested => CONTESTED.to_owned(),
                 Service::Up(daemon) => self.warning(daemon),
                 Service::Down { .. } => String::new(),
             },
@@ -469,9 +480,17 @@ impl Node {
 
     /// The form in which a volume is staged, or just being staged.
     fn form(&self, id: &VolumeId) -> Form {
+        self.noted(id).map(|one| one.form).unwrap_or_default()
+    }
+
+    /// The group that a volume is given to that is staged, or just being staged.
+    fn group(&self, id: &VolumeId) -> Option<Group> {
+        self.noted(id).and_then(|one| one.group)
+    }
+
+    fn noted(&self, id: &VolumeId) -> Option<Attachment> {
         let noted = || store::load::<Attachment>(&self.dir(id).attachment()).ok().flatten();
-        let attachment = self.find(id).map(|one| one.attachment).or_else(noted);
-        attachment.map(|one| one.form).unwrap_or_default()
+        self.find(id).map(|one| one.attachment).or_else(noted)
     }
 
     /// When writes of a volume are acknowledged whose active layer is of this format.
@@ -497,6 +516,7 @@ impl Node {
         let Some(one) = attached.get_mut(volume) else { return };
         one.restarts += u64::from(outcome == Outcome::Done);
         one.service = Service::Up(daemon.clone());
+        one.image = Image::Hidden; // until it is looked at
         self.tasks.spawn(self.clone().watch_monitor(volume.clone(), daemon));
     }
 
@@ -549,7 +569,7 @@ impl Attached {
     /// An attachment of whose daemon nothing is known yet.
     fn new(attachment: Attachment) -> Self {
         let service = Service::Down { reason: "not looked at yet".to_owned() };
-        Self { attachment, service, restarts: 0, hasty_ends: 0 }
+        Self { attachment, service, restarts: 0, hasty_ends: 0, image: Image::Hidden }
     }
 }
 

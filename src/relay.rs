@@ -31,6 +31,7 @@ mod inflight;
 mod keep;
 mod keeper;
 mod kept;
+mod lease;
 mod link;
 mod memory;
 mod message;
@@ -49,6 +50,7 @@ mod worker;
 
 pub use backend::Tracking;
 pub use client::{Client, Error};
+pub use lease::is_open;
 pub use protocol::{Attach, FrontEnd, Relayed, Status};
 pub use self_test::{REQUESTS_PER_SECOND, self_test};
 

@@ -14,7 +14,9 @@
 //!   agent.sock keys.psk       keys, while a daemon opens a remote master                 (node)
 //!   back.sock back2.sock      the export, for the relay, at one or the other           (daemon)
 //! RUN/<key>/relay.json        which of them the relay leads to                          (relay)
-//! RUN/<key>/export/           the directory that is published: vhost.sock               (relay)
+//! RUN/<key>/export/           the directory that is published
+//!   vhost.sock                where VMs connect                                       (relay)
+//!   disk.img                  the volume as a file, while no VM is connected         (daemon)
 //! RUN/<key>/disk.<n>          the export as a file, where no VM is served; the last one  (daemon)
 //! RUN/relay/                  lock, log, and the sockets of the relay       (supervisor, relay)
 //! ```
@@ -37,6 +39,9 @@ const LONGEST_SOCKET: usize = 107;
 
 /// What the names of files begin with that daemons export.
 const DISK: &str = "disk.";
+
+/// The name of the file in a published directory, `KubeVirt`'s.
+pub const IMAGE: &str = "disk.img";
 
 /// What keeps a directory from being a run directory.
 #[derive(Debug, thiserror::Error)]
@@ -295,6 +300,21 @@ impl VolumeDir {
         self.export().join("vhost.sock")
     }
 
+    /// The volume as a file, for whoever cannot use the socket.
+    pub fn image(&self) -> PathBuf {
+        self.export().join(IMAGE)
+    }
+
+    /// Makes the place for that file, or clears it of what a daemon left there.
+    pub fn clear_image(&self) -> io::Result<()> {
+        let image = self.image();
+        unmount_all(&image)?;
+        match make_mount_point(&image) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            made => made,
+        }
+    }
+
     /// The volume as a file, below a block device: one for each daemon that it had, the last one
     /// last. A file ends with its daemon, but what stands on it may be there for longer.
     pub fn disks(&self) -> Vec<PathBuf> {
@@ -353,6 +373,7 @@ impl VolumeDir {
         }
         Slot::ALL.into_iter().try_for_each(|slot| self.daemon(slot).remove())?;
         self.disks().iter().try_for_each(|disk| self.remove_disk(disk))?;
+        unmount_all(&self.image())?;
         fs::remove_dir_all(self.export()).or_else(gone)?;
         fs::remove_dir(&self.0).or_else(gone)
     }
@@ -446,11 +467,17 @@ pub fn make_mount_point(file: &Path) -> io::Result<()> {
 /// Removes such a file, and all that is mounted on it, also where its server is dead, or somebody
 /// has it open.
 fn remove_mount_point(file: &PathBuf) -> io::Result<()> {
+    unmount_all(file)?;
+    remove(file)
+}
+
+/// Takes away all that is mounted on a file.
+fn unmount_all(file: &Path) -> io::Result<()> {
     loop {
         match unmount(file, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
             Ok(()) => {}
             // Nothing is mounted there, or there is nothing.
-            Err(Errno::INVAL | Errno::NOENT) => return remove(file),
+            Err(Errno::INVAL | Errno::NOENT) => return Ok(()),
             Err(error) => return Err(error.into()),
         }
     }

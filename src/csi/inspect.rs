@@ -89,7 +89,7 @@ impl inspect_server::Inspect for Inspect {
         Ok(Response::new(pb::UpgradeDaemonResponse {
             replaced: upgrade.outcome == Outcome::Done,
             pid: upgrade.daemon.pid(),
-            version: upgrade.daemon.version().to_owned(),
+            version: upgrade.daemon.version(),
             stopped_us: u64::try_from(upgrade.stopped.as_micros()).unwrap_or(u64::MAX),
         }))
     }

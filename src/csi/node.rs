@@ -24,11 +24,12 @@ use tonic::{Request, Response, Status};
 pub struct NodeService(pub Edge);
 
 /// What is served; everything else answers UNIMPLEMENTED.
-const CAPABILITIES: [rpc::Type; 4] = [
+const CAPABILITIES: [rpc::Type; 5] = [
     rpc::Type::StageUnstageVolume,
     rpc::Type::GetVolumeStats,
     rpc::Type::ExpandVolume,
     rpc::Type::SingleNodeMultiWriter,
+    rpc::Type::VolumeMountGroup,
 ];
 
 fn usage_of(share: Share, unit: Unit) -> pb::VolumeUsage {

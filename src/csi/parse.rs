@@ -3,7 +3,7 @@
 use super::{TOPOLOGY, pb::csi as pb};
 use crate::{
     node::{
-        Capability, Form, HostError, HostPath,
+        Capability, Form, Group, HostError, HostPath,
         filesystem::{self, Kind, MountFlags},
     },
     source::{SecretError, Secrets, Source},
@@ -200,7 +200,11 @@ pub(super) fn capabilities(
         return Err(Error::Empty("volume_capabilities"));
     }
     let field = "volume_capabilities";
-    let mode = |one| form_of(one, publish, field).and_then(|_| mode_of(one, field));
+    let mode = |one| {
+        form_of(one, publish, field)?;
+        group_of(one, field)?;
+        mode_of(one, field)
+    };
     capabilities.iter().map(mode).collect()
 }
 
@@ -224,7 +228,22 @@ pub(super) fn used(
 ) -> Result<Capability, Error> {
     let field = "volume_capability";
     let (form, access) = (form_of(capability, publish, field)?, mode_of(capability, field)?);
-    Ok(Capability { access, form })
+    Ok(Capability { access, form, group: group_of(capability, field)? })
+}
+
+/// The group a volume is given to; a block device has none of its own.
+fn group_of(one: &pb::VolumeCapability, field: &'static str) -> Result<Option<Group>, Error> {
+    match &one.access_type {
+        Some(AccessType::Mount(mount)) if !mount.volume_mount_group.is_empty() => {
+            let text = &mount.volume_mount_group;
+            text.parse().map(|number| Some(Group::new(number))).map_err(|_| Error::NotServed {
+                field,
+                value: format!("volume_mount_group {text:?}"),
+                instead: "it is the number of a group",
+            })
+        }
+        Some(AccessType::Mount(_) | AccessType::Block(_)) | None => Ok(None),
+    }
 }
 
 /// The vhost-user form is a directory: access type `mount`, whose file system and mount options
@@ -236,9 +255,7 @@ fn form_of(
 ) -> Result<Form, Error> {
     let refuse = |value: String, instead| Err(Error::NotServed { field, value, instead });
     match &one.access_type {
-        Some(AccessType::Mount(mount))
-            if publish == PublishAs::Filesystem && mount.volume_mount_group.is_empty() =>
-        {
+        Some(AccessType::Mount(mount)) if publish == PublishAs::Filesystem => {
             let kind = Kind::parse(&mount.fs_type)?;
             let flags = MountFlags::parse(mount.mount_flags.iter().map(String::as_str))?;
             Ok(Form::Filesystem { kind, flags })
@@ -246,10 +263,6 @@ fn form_of(
         Some(AccessType::Mount(mount)) if !mount.mount_flags.is_empty() => {
             let flags = format!("mount_flags {:?}", mount.mount_flags);
             refuse(flags, "a vhost-user socket has no mount options")
-        }
-        Some(AccessType::Mount(mount)) if !mount.volume_mount_group.is_empty() => {
-            let group = format!("volume_mount_group {:?}", mount.volume_mount_group);
-            refuse(group, "VOLUME_MOUNT_GROUP is not among the capabilities")
         }
         Some(AccessType::Mount(_)) => Ok(Form::VhostUser),
         Some(AccessType::Block(_)) => Ok(Form::Block),

@@ -91,6 +91,7 @@ impl From<node::Error> for Status {
             | node::Error::Published { .. }
             | node::Error::Staged { .. }
             | node::Error::BoundToDaemon { .. }
+            | node::Error::ImageOpen(_)
             | node::Error::NotServed(_) => Code::FailedPrecondition,
             node::Error::StagedOtherwise { .. } | node::Error::PublishedOtherwise { .. } => {
                 Code::AlreadyExists

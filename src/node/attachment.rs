@@ -3,7 +3,7 @@
 //! It outlives the driver, which finds by it what it served, and not a reboot, after which nothing
 //! is staged.
 
-use super::form::{Capability, Form};
+use super::form::{Capability, Form, Group};
 use crate::{
     store::{self, Version},
     volume::{AccessMode, VolumeId},
@@ -21,6 +21,8 @@ pub(super) struct Attachment {
     pub(super) access: AccessMode,
     #[serde(default)]
     pub(super) form: Form,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) group: Option<Group>,
     pub(super) phase: Phase,
     /// The target paths, each noted before it is mounted and forgotten after it is gone.
     pub(super) targets: Vec<PathBuf>,
@@ -40,14 +42,14 @@ pub(super) enum Phase {
 
 impl Attachment {
     pub(super) fn new(volume: VolumeId, staging_path: PathBuf, capability: Capability) -> Self {
-        let Capability { access, form } = capability;
+        let Capability { access, form, group } = capability;
         let (phase, targets) = (Phase::Staging, Vec::new());
-        Self { version: Version, volume, staging_path, access, form, phase, targets }
+        Self { version: Version, volume, staging_path, access, form, group, phase, targets }
     }
 
     /// How the volume is used.
     pub(super) fn capability(&self) -> Capability {
-        Capability { access: self.access, form: self.form.clone() }
+        Capability { access: self.access, form: self.form.clone(), group: self.group }
     }
 
     /// The same attachment, further on.

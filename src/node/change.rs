@@ -90,9 +90,13 @@ impl Node {
             grown.map_err(|error| Error::daemon(id)(error.into()))?;
             return self.grow_device(id, size).await;
         }
+        self.make_way(id, daemon).await?;
         if self.has_guest(id).await {
             match daemon.resize(size).await {
-                Ok(()) => return Ok(()),
+                Ok(()) => {
+                    self.settle_image_if_can_be(id).await;
+                    return Ok(());
+                }
                 Err(error) => {
                     let error = Error::daemon(id)(error.into());
                     warn!(volume = %id, error = %Chain(&error), "resizing");
@@ -105,7 +109,7 @@ impl Node {
         grown
     }
 
-    async fn has_guest(&self, id: &VolumeId) -> bool {
+    pub(super) async fn has_guest(&self, id: &VolumeId) -> bool {
         self.relayed().await.get(&id.run_key()).is_some_and(|one| one.front_end.is_some())
     }
 

@@ -30,6 +30,25 @@ pub struct Capability {
     pub access: AccessMode,
     /// In which form.
     pub form: Form,
+    /// The group that may use it besides root, where the form has owners.
+    pub group: Option<Group>,
+}
+
+/// A group of the host, by its number (CSI's `volume_mount_group`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Group(u32);
+
+impl Group {
+    /// The group with this number.
+    pub fn new(number: u32) -> Self {
+        Self(number)
+    }
+
+    /// Its number.
+    pub fn number(self) -> u32 {
+        self.0
+    }
 }
 
 impl Form {
@@ -54,6 +73,10 @@ impl fmt::Display for Form {
 
 impl fmt::Display for Capability {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(out, "{} ({})", self.access.as_str(), self.form)
+        write!(out, "{} ({}", self.access.as_str(), self.form)?;
+        match self.group {
+            Some(group) => write!(out, ", group {})", group.0),
+            None => out.write_str(")"),
+        }
     }
 }

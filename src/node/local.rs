@@ -122,6 +122,9 @@ impl Node {
         self.make_filesystem(claim, &device, *kind).await?;
         crash::point("node-stage-made");
         self.mount(id, &device, &at, *kind, flags).await?;
+        if let Some(group) = attachment.group {
+            filesystem::own_by(&at, group.number()).await.map_err(Error::filesystem(id))?;
+        }
         crash::point("node-stage-mounted");
         Ok(())
     }

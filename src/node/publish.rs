@@ -51,10 +51,15 @@ impl Node {
         let whose = if known { Target::Noted } else { Target::New };
         self.note(attachment.with_target(target))?;
         crash::point("node-publish-intent");
-        let bound = self.bind(&attachment, &publish.target, whose).await;
+        let bound = async {
+            self.settle_image(id).await?;
+            self.bind(&attachment, &publish.target, whose).await
+        };
+        let bound = bound.await;
         if bound.is_err() && !known {
             // Nothing of ours is there: the target is somebody else's.
             self.forget_target(claim, &publish.target)?;
+            self.leave_image(id);
         }
         crash::point("node-publish-done");
         if bound? == Bound::Already {
@@ -81,6 +86,7 @@ impl Node {
         };
         crash::point("node-unpublish-removed");
         let forgotten = self.forget_target(claim, target)?;
+        self.leave_image(id);
         obstacle.map_or(Ok(forgotten), |error| Err(error.into()))
     }
 

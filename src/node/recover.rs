@@ -178,6 +178,7 @@ impl Node {
             Ok(daemon) => {
                 info!(volume = %id, pid, "taken over");
                 self.serves(id, daemon, Outcome::AlreadySo);
+                self.settle_image_if_can_be(id).await;
             }
             Err(error) if error.is_outdated() => {
                 warn!(volume = %id, error = %Chain(&error), "replacing a daemon");

@@ -1,6 +1,6 @@
 //! The relay, as the node sees it: which daemon it leads to, and what it has to tell.
 
-use super::{Error, Node, Service};
+use super::{Error, Group, Node, Service, image::Image};
 use crate::{
     chain::Chain,
     qsd::{Daemon, Outlet},
@@ -30,7 +30,8 @@ impl Node {
     pub(super) async fn relay_to(&self, id: &VolumeId, daemon: &Daemon) -> Result<(), Error> {
         let Outlet::Socket(backend) = daemon.outlet().clone() else { return Ok(()) };
         let tracking = self.tracking(daemon).await?;
-        let attach = Attach { key: id.run_key(), backend, tracking };
+        let group = self.group(id).map(Group::number);
+        let attach = Attach { key: id.run_key(), backend, tracking, group };
         let fail = |source| Error::Relay { volume: id.clone(), source };
         self.relay.attach(attach).await.map_err(fail)
     }
@@ -97,11 +98,28 @@ impl Node {
             match relayed.get(&id.run_key()) {
                 None => self.relay_again(&id, &daemon).await,
                 Some(one) => {
+                    self.follow_guest(&id, one.front_end.is_some()).await;
                     if one.front_end.as_ref().is_some_and(|front| front.deaf) {
                         self.end_deaf(&id, &daemon).await;
                     }
                 }
             }
+        }
+    }
+
+    /// A VM that has come closes `disk.img`, and opens it as it goes.
+    async fn follow_guest(&self, id: &VolumeId, has_guest: bool) {
+        let is_published = self.find(id).is_some_and(|one| !one.attachment.targets.is_empty());
+        let is_settled = match self.image(id) {
+            Image::Hidden | Image::Closed => has_guest,
+            Image::Shown => !has_guest,
+            Image::Contested => false,
+        };
+        if is_published
+            && !is_settled
+            && let Ok(_claim) = self.claims.claim_briefly(id)
+        {
+            self.settle_image_if_can_be(id).await;
         }
     }
 

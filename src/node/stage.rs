@@ -186,6 +186,7 @@ impl Node {
             Ok((daemon, outcome)) => {
                 info!(volume = %id, pid = daemon.pid(), "served again");
                 self.serves(id, daemon, outcome);
+                self.settle_image_if_can_be(id).await;
                 Ok(())
             }
             Err(error) => {

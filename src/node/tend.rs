@@ -3,7 +3,7 @@
 //! The domain says what is to be done and where the layers are open; it is done by the one daemon
 //! that has them, or by one that is started for it. Work yields to calls, and is begun again.
 
-use super::{CLAIM_RETRY, Error, Node, Service};
+use super::{CLAIM_RETRY, Error, Node, Service, image::Image};
 use crate::{
     blocking::blocking,
     chain::Chain,
@@ -97,6 +97,7 @@ impl Node {
         let attached = self.attached();
         let Some(one) = attached.get(id) else { return Use::Unattached };
         match &one.service {
+            Service::Up(_) if matches!(one.image, Image::Shown | Image::Contested) => Use::Shown,
             Service::Up(_) if one.attachment.form.is_relayed() => Use::Served,
             Service::Up(_) => Use::Bound,
             Service::Down { .. } => Use::Unserved,
@@ -130,8 +131,16 @@ impl Node {
         let Some(Service::Up(daemon)) = self.find(id).map(|one| one.service) else {
             return Ok(Ended::Interrupted);
         };
-        let active = self.volumes.layers_of_volume(id).first().copied();
-        if matches!(work.way(), Way::Commit { .. }) && active == Some(work.upper().id) {
+        let is_commit = matches!(work.way(), Way::Commit { .. });
+        let is_active = self.height(&work) == Height::Active;
+        if (is_commit || is_active) && self.image(id) != Image::Hidden {
+            // It stays away until the VM that is there has left.
+            let Some(_claim) = self.claim_for(id, &work).await else {
+                return Ok(Ended::Interrupted);
+            };
+            self.make_way(id, &daemon).await?;
+        }
+        if is_commit && is_active {
             return self.commit_active(id, &daemon, work).await;
         }
         match self.follow_job(&daemon, &work, Follow::UntilDone).await {

@@ -66,6 +66,7 @@ impl Node {
             let (outcome, stopped) = (Outcome::AlreadySo, Duration::ZERO);
             return Ok(Upgrade { outcome, daemon: old, stopped });
         }
+        self.make_way(id, &old).await?;
         let is_alone = |active: &Layer| active.format == Format::Qcow2 || active.master().is_some();
         if launch.layers.first().is_some_and(is_alone) {
             return self.replace_by_newest(claim, &old).await;
@@ -87,6 +88,7 @@ impl Node {
         if let Err(error) = old.stop(&self.supervisor).await {
             warn!(volume = %id, error = %Chain(&error), "ending the daemon it moved from");
         }
+        self.settle_image_if_can_be(id).await;
         Ok(Upgrade { outcome: Outcome::Done, daemon, stopped })
     }
 

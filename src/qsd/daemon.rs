@@ -125,7 +125,7 @@ pub struct Daemon {
     key: DaemonKey,
     monitor: Monitor,
     pid: i32,
-    version: String,
+    version: Version,
     outlet: Outlet,
     durability: Durability,
     since: Instant,
@@ -145,7 +145,7 @@ const RETRY: Duration = Duration::from_millis(1);
 const FIRST_WITH_FUSE: Version = [10, 0, 13];
 
 /// A daemon that was told all: its monitor, its process id, the version it reports.
-type Started = (Monitor, i32, String);
+type Started = (Monitor, i32, Version);
 
 /// A daemon to be started, and what it is to be told.
 struct Start<'a> {
@@ -242,7 +242,7 @@ impl Launch {
         Ok(self.daemon(monitor, pid, version))
     }
 
-    fn daemon(&self, monitor: Monitor, pid: i32, version: String) -> Daemon {
+    fn daemon(&self, monitor: Monitor, pid: i32, version: Version) -> Daemon {
         Daemon {
             key: self.key.clone(),
             monitor,
@@ -273,8 +273,7 @@ impl Launch {
         if exports.is_empty() {
             return outdated("exports nothing"); // who started it died before it was told all
         }
-        let version = version_text(version(&monitor).await?);
-        let daemon = self.daemon(monitor, pid, version);
+        let daemon = self.daemon(monitor.clone(), pid, version(&monitor).await?);
         let own: Vec<_> = self.layers.iter().map(|layer| layer.file.node_name()).collect();
         let (stack, besides) = daemon.layers().await?;
         if !own.iter().any(|own| stack.contains(own) || besides.contains(own)) {
@@ -289,7 +288,10 @@ impl Launch {
         if stack != own || !besides.is_empty() {
             return outdated("has other layers");
         }
-        if exports.len() != 1 || exports[0]["id"] != self.outlet.export(self.durability) {
+        let mut main = exports.iter().filter(|export| export["id"] != graph::IMAGE);
+        if main.next().is_none_or(|one| one["id"] != self.outlet.export(self.durability))
+            || main.next().is_some()
+        {
             return outdated("has other exports");
         }
         daemon.freeze_below(&self.layers).await?;
@@ -324,8 +326,8 @@ impl Start<'_> {
             end = self.end(supervisor) => return Err(end),
         };
         let version = version(&monitor).await?;
-        if self.exports_file && version < FIRST_WITH_FUSE {
-            return Err(Error::TooOld(version));
+        if self.exports_file {
+            require_files(version)?;
         }
         if let Some(bottom) = &self.bottom {
             bottom.open(&monitor, self.dir).await?;
@@ -333,7 +335,7 @@ impl Start<'_> {
         for command in self.commands.clone() {
             monitor.execute(command).await?;
         }
-        Ok((monitor, pid, version_text(version)))
+        Ok((monitor, pid, version))
     }
 
     /// How the daemon ended, once it does.
@@ -418,6 +420,10 @@ async fn version(monitor: &Monitor) -> Result<Version, monitor::Error> {
     Ok(["major", "minor", "micro"].map(|name| part(name).unwrap_or_default()))
 }
 
+fn require_files(version: Version) -> Result<(), Error> {
+    if version < FIRST_WITH_FUSE { Err(Error::TooOld(version)) } else { Ok(()) }
+}
+
 fn version_text([major, minor, micro]: Version) -> String {
     format!("{major}.{minor}.{micro}")
 }
@@ -439,8 +445,13 @@ impl Daemon {
     }
 
     /// The QEMU version it reports.
-    pub fn version(&self) -> &str {
-        &self.version
+    pub fn version(&self) -> String {
+        version_text(self.version)
+    }
+
+    /// An error where it would lose what is written through a file (facts/qsd.md, D3).
+    pub fn require_files(&self) -> Result<(), Error> {
+        require_files(self.version)
     }
 
     /// When it acknowledges writes.

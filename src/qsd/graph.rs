@@ -8,7 +8,12 @@
 //!
 //! A remote master is the lowest layer, and opened before (`Master`).
 //!
-//! A vhost-user-blk export is the relay's: VMs connect to that, not to the daemon.
+//! A vhost-user-blk export is the relay's: VMs connect to that, not to the daemon. Beside it, a
+//! `disk.img` can be shown and hidden again:
+//!
+//! ```text
+//! FUSE export  ->  image: raw, of a fixed size  ->  top
+//! ```
 //!
 //! Pure: from the layers alone, bottom-up, every node named, nothing probed and no header asked.
 //! Rebuilding a graph after a crash is building it. The settings rest on facts/qsd.md: what is
@@ -42,6 +47,9 @@ const LAYER: char = 'L';
 
 /// The id of an export that is a file.
 const FILE: &str = "file";
+
+/// The node below a `disk.img`, and the id of its export.
+pub(super) const IMAGE: &str = "image";
 
 /// The throttle group that `TOP` obeys.
 const THROTTLE: &str = "tg";
@@ -346,6 +354,38 @@ pub(super) fn export(socket: &Path, durability: Durability) -> Value {
         "num-queues": QUEUES,
         "addr": { "type": "unix", "path": socket },
     })
+}
+
+/// The commands that show the volume as a file of this size, beside its socket.
+///
+/// Pods have the file, and what they truncate would be the volume's own layer (facts/kubevirt.md
+/// section 0.7): the raw node in between has a size that does not change.
+pub(super) fn image(file: &Path, size: u64, durability: Durability) -> [Command; 2] {
+    let fixed = json!({
+        "driver": "raw",
+        "node-name": IMAGE,
+        "size": size,
+        "discard": "unmap",
+        "file": TOP,
+    });
+    let mut export = file_export(file, durability);
+    export["id"] = IMAGE.into();
+    export["node-name"] = IMAGE.into();
+    // Or nobody but root could be let in (facts/qsd.md section 9).
+    export["allow-other"] = "on".into();
+    [node(fixed), Command::new("block-export-add", export)]
+}
+
+/// Whether the node below a `disk.img` is among these nodes.
+pub(super) fn has_image(nodes: &Value) -> bool {
+    let is_it = |node: &Value| node["node-name"] == IMAGE;
+    nodes.as_array().is_some_and(|nodes| nodes.iter().any(is_it))
+}
+
+/// The size of what is exported, among these nodes.
+pub(super) fn size_of_top(nodes: &Value) -> Option<u64> {
+    let top = nodes.as_array()?.iter().find(|node| node["node-name"] == TOP)?;
+    top["image"]["virtual-size"].as_u64()
 }
 
 /// Root alone may open the file, so what may truncate it does not (facts/qsd.md section 9).

@@ -55,7 +55,7 @@ pub(super) struct Counters {
     pub(super) losses: u64,
     /// Moves to another daemon while a VM was connected.
     pub(super) handovers: u64,
-    /// Connections refused because there was one.
+    /// Connections refused because there was one, or the volume was in use as a file.
     pub(super) refused: u64,
     /// How long requests were held up last time, in microseconds.
     pub(super) last_stall: u64,
@@ -108,11 +108,16 @@ impl Place {
     pub(super) fn refuse_others(&mut self) {
         // As many as can wait at once: a crowd that never ends must not keep us from the first.
         for other in std::iter::from_fn(|| self.accept()).take(QUEUE).collect::<Vec<_>>() {
-            self.counters.refused += 1;
-            let pid = pid_of(&other);
-            if self.quiet.allows(&self.name) {
-                warn!(volume = self.name, pid, "a second front-end refused");
-            }
+            self.refuse(&other, "there is one");
+        }
+    }
+
+    /// Notes that somebody is let go who wanted to connect.
+    pub(super) fn refuse(&mut self, other: &OwnedFd, why: &str) {
+        self.counters.refused += 1;
+        let pid = pid_of(other);
+        if self.quiet.allows(&self.name) {
+            warn!(volume = self.name, pid, why, "a front-end refused");
         }
     }
 

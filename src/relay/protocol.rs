@@ -37,6 +37,9 @@ pub struct Attach {
     pub backend: PathBuf,
     /// What the self-test of this qemu-storage-daemon said.
     pub tracking: Tracking,
+    /// The group that may connect besides root, by its number.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<u32>,
 }
 
 /// What the relay answers.
@@ -81,7 +84,7 @@ pub struct Relayed {
     pub losses: u64,
     /// Moves to another daemon under a VM.
     pub handovers: u64,
-    /// Connections refused because there was one.
+    /// Connections refused because there was one, or the volume was in use as a file.
     pub refused: u64,
     /// How long requests were held up last time, in microseconds; 0: never.
     pub last_stall_us: u64,

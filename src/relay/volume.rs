@@ -4,6 +4,7 @@
 use super::{
     keep::Keep,
     kept::{Commit, Thing},
+    lease,
     link::{Lost, has_ended},
     place::{Counters, Place, QUEUE},
     protocol::{Attach, FrontEnd, Relayed},
@@ -20,7 +21,10 @@ use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
     fs, io,
-    os::{fd::OwnedFd, unix::fs::PermissionsExt as _},
+    os::{
+        fd::OwnedFd,
+        unix::fs::{PermissionsExt as _, chown},
+    },
     path::{Path, PathBuf},
     sync::{
         Arc, Mutex, PoisonError,
@@ -107,6 +111,7 @@ impl Volume {
             Some(listener) if path.exists() => listener.clone(),
             Some(_) | None => listen_at(&path, keep, &name)?,
         };
+        chown(&path, None, attach.group)?;
         let noted =
             things.get(NOTE).and_then(|one| serde_json::from_slice::<Note>(&one.bytes).ok());
         let noted = noted.unwrap_or_default();
@@ -257,6 +262,11 @@ impl Served {
             return Ok(false);
         }
         let Some(socket) = self.place.accept() else { return Ok(true) };
+        // Two writers, too, and neither would see what the other does.
+        if lease::is_open_now(self.run.volume(&self.attach.key).image()) {
+            self.place.refuse(&socket, "disk.img is open");
+            return Ok(false);
+        }
         let mut session = Session::new(socket, &self.place);
         if self.place.quiet.allows(&self.place.name) {
             info!(volume = self.place.name, pid = session.front.note.pid, "connected");

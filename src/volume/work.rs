@@ -103,6 +103,8 @@ pub enum Use {
     /// A daemon serves it as a file: nothing can be done with its active layer, and what uses it
     /// ends with that daemon.
     Bound,
+    /// The same, and through a node above the one that a commit begins at: nothing is committed.
+    Shown,
     /// A daemon should serve it, and none does.
     Unserved,
 }
@@ -506,9 +508,14 @@ impl State {
         }
         let site = site(&volumes, used)?;
         let upper = self.layer(plan.upper)?;
-        if self.volume_on(plan.upper).is_some_and(|volume| used(volume) == Use::Bound) {
+        let is_file = |volume| matches!(used(volume), Use::Bound | Use::Shown);
+        if self.volume_on(plan.upper).is_some_and(is_file) {
             return None; // QEMU has no job on the layer that a file shows
         }
+        let commits = match &site {
+            Site::Workshop => true,
+            Site::Daemon(volume) => used(volume) != Use::Shown,
+        };
         // While a layer is streamed into, QEMU fills no buffer that a guest reads from beyond the
         // end of the layer below, and says that it did.
         let is_streamable = site == Site::Workshop || lower.size >= upper.size;
@@ -527,10 +534,11 @@ impl State {
                 // master that cannot be had here. A stream moves what is there.
                 let is_barred = site == Site::Workshop && self.stands_on_master(plan.upper);
                 let is_cheaper = is_commit_cheaper(&upper, &lower, is_topmost);
-                if !is_streamable || (is_cheaper && !is_barred) {
-                    Way::Commit { into: lower }
-                } else {
-                    self.stream(plan.lower)
+                match (is_streamable, commits) {
+                    (false, false) => return None,
+                    (false, true) => Way::Commit { into: lower },
+                    (true, true) if is_cheaper && !is_barred => Way::Commit { into: lower },
+                    (true, _) => self.stream(plan.lower),
                 }
             }
         };
@@ -586,10 +594,10 @@ fn site(volumes: &[&VolumeId], used: &impl Fn(&VolumeId) -> Use) -> Option<Site>
     for volume in volumes {
         match used(volume) {
             Use::Unattached => {}
-            Use::Served | Use::Bound if site == Site::Workshop => {
+            Use::Served | Use::Bound | Use::Shown if site == Site::Workshop => {
                 site = Site::Daemon((*volume).clone());
             }
-            Use::Served | Use::Bound | Use::Unserved => return None,
+            Use::Served | Use::Bound | Use::Shown | Use::Unserved => return None,
         }
     }
     Some(site)

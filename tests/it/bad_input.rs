@@ -37,7 +37,7 @@ async fn create_volume() {
         ..good()
     };
     let flags = MountVolume { mount_flags: vec!["noatime".into()], ..Default::default() };
-    let group = MountVolume { volume_mount_group: "107".into(), ..Default::default() };
+    let group = MountVolume { volume_mount_group: "qemu".into(), ..Default::default() };
     let of_type = |access_type| pb::VolumeCapability {
         access_type: Some(access_type),
         ..mount(Mode::SingleNodeWriter)
@@ -94,7 +94,7 @@ async fn create_volume() {
         (capability(of_type(AccessType::Mount(flags))), InvalidArgument, &["noatime"]),
         (with_file_system("ntfs", ""), InvalidArgument, &["fs_type", "\"ntfs\""]),
         (with_file_system("xfs", "remount"), InvalidArgument, &["mount_flags", "\"remount\""]),
-        (capability(of_type(AccessType::Mount(group))), InvalidArgument, &["107"]),
+        (capability(of_type(AccessType::Mount(group))), InvalidArgument, &["group \"qemu\""]),
         (
             pb::CreateVolumeRequest { accessibility_requirements: Some(elsewhere), ..good() },
             ResourceExhausted,

@@ -138,10 +138,10 @@ async fn a_clone_is_waited_for_until_it_is_independent() {
         json(&driver, &["volume", "clone", "disk", "copy", "--wait", "--size", "2Gi"]).await;
     assert_eq!(again["independent"], json!(true));
     // What was copied and what was written since are two layers until they are merged.
-    let show = ["volume", "show", "copy"];
-    let layers = async || json(&driver, &show).await["layers"].as_array().unwrap().len();
-    until("the copy is one layer", async || layers().await == 1).await;
-    let copy = json(&driver, &show).await;
+    let look = async || json(&driver, &["volume", "show", "copy"]).await;
+    let is_one = async || look().await["layers"].as_array().unwrap().len() == 1;
+    until("the copy is one layer", is_one).await;
+    let copy = look().await;
     assert_eq!(copy["own_bytes"], copy["allocated_bytes"]);
     let overlay = ["volume", "clone", "disk", "overlay", "--copy-mode", "copy-on-read"];
     assert_eq!(json(&driver, &overlay).await["independent"], json!(false));

@@ -20,7 +20,7 @@ use tonic::{Response, Status, transport::Channel};
 use volume_capability::{AccessType, MountVolume, access_mode::Mode};
 
 /// How long anything may take before a test gives up on it: far longer than it ever does.
-pub(crate) const LIMIT: Duration = Duration::from_mins(1);
+pub(crate) const LIMIT: Duration = Duration::from_mins(2);
 
 /// The node every driver here is.
 pub(crate) const NODE: &str = "node-1";

@@ -1,7 +1,7 @@
 //! A volume's life, each step repeated, and its bytes seen from a real VM.
 
 use crate::{
-    harness::{Driver, GIB, NODE, create_request, mount, names},
+    harness::{Driver, GIB, NODE, create_request, mount, mounts_below, names},
     vm::Vm,
 };
 use pb::volume_capability::access_mode::Mode;
@@ -24,7 +24,8 @@ async fn every_step_may_be_repeated_and_the_last_leaves_nothing() {
     }
     assert_eq!(driver.daemons().await, daemons, "one daemon, the same all the time");
     let target = driver.path("target-pvc-1");
-    assert_eq!(names(&target), ["vhost.sock"], "a pod sees the socket and nothing else");
+    assert_eq!(names(&target), ["disk.img", "vhost.sock"], "a pod sees these and nothing else");
+    assert_eq!(mounts_below(&target).len(), 2, "one mount each");
     let mode = fs::metadata(driver.socket("pvc-1")).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o660);
     for _ in 0..3 {

@@ -98,7 +98,7 @@ impl Driver {
     }
 }
 
-fn run(program: &str, arguments: &[&str]) -> String {
+pub(crate) fn run(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output().unwrap();
     let (out, error) =
         (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
@@ -107,7 +107,7 @@ fn run(program: &str, arguments: &[&str]) -> String {
 }
 
 /// Random writes that fio checks afterwards, several at a time and past the page cache.
-fn verify(file: &Path) {
+pub(crate) fn verify(file: &Path) {
     let file = format!("--filename={}", file.display());
     let load = ["--name=verify", "--direct=1", "--rw=randrw", "--ioengine=libaio", "--iodepth=16"];
     let check = ["--verify=crc32c", "--verify_fatal=1", "--bs=4k-64k", "--bs_unaligned=0"];

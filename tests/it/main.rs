@@ -16,6 +16,7 @@ mod disk;
 mod full;
 mod harness;
 mod hunt;
+mod image;
 mod lifecycle;
 mod listing;
 mod live;

@@ -1,10 +1,12 @@
 //! Processes that come and go: drivers, supervisors, daemons, machines.
 
 use crate::{
-    harness::{Driver, all_of, daemons_below, is_alive, names, signal, supervisors_of, until},
+    harness::{
+        Driver, all_of, daemons_below, is_alive, mounts_below, names, signal, supervisors_of, until,
+    },
     vm::Vm,
 };
-use std::fs;
+use std::{fs, path::Path};
 use tonic::Code;
 
 /// Starts a writer in the guest: blocks with their own numbers, each synced, each number noted
@@ -165,6 +167,16 @@ async fn what_dies_while_the_driver_is_away_is_started_again() {
     driver.assert_empty().await;
 }
 
+/// As after the end of the kernel that had them.
+fn unmount_all(driver: &Driver) {
+    mounts_below(driver.scratch()).iter().rev().for_each(|mount| unmount(mount));
+}
+
+fn unmount(mount: &Path) {
+    let unmounted = std::process::Command::new("umount").arg("--lazy").arg(mount).status();
+    assert!(unmounted.unwrap().success(), "{}", mount.display());
+}
+
 #[tokio::test]
 async fn after_a_reboot_nothing_is_staged_and_everything_can_be() {
     let mut driver = Driver::start().await;
@@ -174,8 +186,7 @@ async fn after_a_reboot_nothing_is_staged_and_everything_can_be() {
         signal(pid, "KILL");
         until("it is gone", async || !is_alive(pid)).await;
     }
-    let target = driver.text("target-pvc-1");
-    assert!(std::process::Command::new("umount").arg(target).status().unwrap().success());
+    unmount_all(&driver);
     // A run directory on a disk: it outlived the boot that it tells of.
     fs::File::create(driver.path("run/boot")).unwrap();
     driver.launch(&[], None);
@@ -198,6 +209,9 @@ async fn a_run_directory_that_was_wiped_can_still_be_unpublished_and_published()
         signal(pid, "KILL");
         until("it is gone", async || !is_alive(pid)).await;
     }
+    // Or the place of a file would not go.
+    let files = mounts_below(driver.scratch()).into_iter().filter(|one| one.ends_with("disk.img"));
+    files.for_each(|file| unmount(&file));
     fs::remove_dir_all(driver.path("run")).unwrap();
     driver.launch(&[], None);
     driver.answers().await;

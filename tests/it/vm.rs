@@ -7,6 +7,7 @@ use crate::harness::{LIMIT, part, until};
 use qsd_csi::qsd::{Command as Qmp, Monitor};
 use serde_json::{Value, json};
 use std::{
+    fmt::Write as _,
     fs,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
@@ -21,9 +22,14 @@ use tokio::{
 /// How often QEMU looks whether its disk is back, unless a test says otherwise.
 const RECONNECT: Duration = Duration::from_millis(50);
 
+/// How long a guest may say nothing. Beside others that boot, it gets a fraction of a core: one got
+/// 2 s of one in a minute.
+const SILENCE: Duration = LIMIT.saturating_mul(2);
+
 /// A VM that is not there yet. Both ends of a migration must be alike.
 pub(crate) struct Machine {
-    socket: PathBuf,
+    disk: PathBuf,
+    is_file: bool,
     reconnect: Option<Duration>,
     cpus: u32,
     queues: Option<u32>,
@@ -87,7 +93,7 @@ impl Machine {
         })
         .await;
         let (agent, monitor) = (BufReader::new(stream.unwrap()), monitor.unwrap());
-        Vm { qemu, agent, monitor, console, incoming, jobs: 0, _scratch: scratch }
+        Vm { qemu, agent, monitor, console, incoming, jobs: 0, scratch }
     }
 
     fn command(&self, console: &Path, agent: &Path, qmp: &Path) -> Command {
@@ -99,15 +105,18 @@ impl Machine {
             .args(["-nodefaults", "-display", "none", "-no-reboot", "-cpu", "max"])
             .args(["-machine", "q35,accel=tcg,memory-backend=mem", "-m", "256M"])
             .args(["-object", "memory-backend-memfd,id=mem,size=256M,share=on"])
-            .args(["-smp", &self.cpus.to_string()])
-            .arg("-chardev")
-            .arg(format!(
-                "socket,id=disk,path={}{}",
-                self.socket.display(),
-                reconnect.unwrap_or_default()
-            ))
-            .arg("-device")
-            .arg(format!("vhost-user-blk-pci,chardev=disk{}", queues.unwrap_or_default()))
+            .args(["-smp", &self.cpus.to_string()]);
+        let disk = self.disk.display();
+        if self.is_file {
+            // As `KubeVirt` has it by default (facts/kubevirt.md section 2).
+            let drive = format!("if=none,id=disk,file={disk},format=raw,cache=none,discard=unmap");
+            command.args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);
+        } else {
+            let chardev = format!("socket,id=disk,path={disk}{}", reconnect.unwrap_or_default());
+            let device = format!("vhost-user-blk-pci,chardev=disk{}", queues.unwrap_or_default());
+            command.args(["-chardev", &chardev, "-device", &device]);
+        }
+        command
             .arg("-serial")
             .arg(format!("file:{}", console.display()))
             .arg("-chardev")
@@ -133,7 +142,7 @@ pub(crate) struct Vm {
     /// Where it waits for the VM that it is to become.
     incoming: Option<PathBuf>,
     jobs: u32,
-    _scratch: tempfile::TempDir,
+    scratch: tempfile::TempDir,
 }
 
 /// Something that runs in a guest beside what the agent is told; moves with the guest.
@@ -144,7 +153,13 @@ pub(crate) struct Job {
 impl Vm {
     /// A VM whose disk is the vhost-user-blk socket.
     pub(crate) fn on(socket: &Path) -> Machine {
-        Machine { socket: socket.to_owned(), reconnect: Some(RECONNECT), cpus: 1, queues: None }
+        let (disk, reconnect) = (socket.to_owned(), Some(RECONNECT));
+        Machine { disk, is_file: false, reconnect, cpus: 1, queues: None }
+    }
+
+    /// A VM whose disk is a raw file.
+    pub(crate) fn on_file(file: &Path) -> Machine {
+        Machine { is_file: true, ..Self::on(file) }
     }
 
     /// Boots a VM whose disk is the vhost-user-blk socket.
@@ -257,16 +272,33 @@ impl Vm {
             loop {
                 let mut line = String::new();
                 let length = self.agent.read_line(&mut line).await.unwrap();
-                assert_ne!(length, 0, "the VM is gone");
+                assert_ne!(length, 0, "the VM is gone: {}", self.words());
                 if line.starts_with(mark) {
                     return line.trim().to_owned();
                 }
                 output.push_str(&line);
             }
         };
-        let last = timeout(LIMIT, read).await;
-        let last = last.unwrap_or_else(|_| panic!("the guest is silent: {}", self.console()));
+        let last = timeout(SILENCE, read).await;
+        let last = last.unwrap_or_else(|_| panic!("the guest is silent: {}", self.words()));
         (output, last)
+    }
+
+    /// What the guest's kernel and QEMU said last, and where QEMU's threads are.
+    fn words(&self) -> String {
+        let log = fs::read_to_string(self.scratch.path().join("qemu.log")).unwrap_or_default();
+        let console = self.console();
+        let last = console.lines().rev().take(20).collect::<Vec<_>>();
+        let last: Vec<_> = last.into_iter().rev().collect();
+        let mut threads = String::new();
+        for task in fs::read_dir(format!("/proc/{}/task", self.qemu.id())).into_iter().flatten() {
+            let path = task.unwrap().path();
+            for what in ["comm", "stat", "wchan", "syscall", "stack"] {
+                let text = fs::read_to_string(path.join(what)).unwrap_or_default();
+                writeln!(threads, "{what}: {}", text.trim()).unwrap();
+            }
+        }
+        format!("{}\nQEMU: {log}\n{threads}", last.join("\n"))
     }
 }
 

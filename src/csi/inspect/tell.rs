@@ -194,7 +194,7 @@ fn attachment(attachment: Attachments) -> pb::Attachment {
         Ok(daemon) => {
             let daemon = pb::Daemon {
                 pid: daemon.pid(),
-                version: daemon.version().to_owned(),
+                version: daemon.version(),
                 monitor: text(&attachment.monitor),
                 restarts: attachment.restarts,
             };

@@ -15,6 +15,29 @@ pub(in crate::node) enum Target {
 }
 
 impl HostPath {
+    /// Where `dir` is bound here: has it show what `dir` itself shows as `name`, the file that is
+    /// mounted there, or none.
+    pub(in crate::node) fn show_file(&self, dir: &Path, name: &str) -> Result<(), Error> {
+        if !self.is_directory()? || !self.is(dir)? {
+            return Ok(());
+        }
+        let here = Self { field: self.field, path: self.path.join(name) };
+        let source = dir.join(name);
+        let is = Self { field: self.field, path: source.clone() }.mounted()?;
+        // By their numbers: what is mounted there may hang.
+        while let Some(mounted) = here.mounted()? {
+            if is.as_ref().is_some_and(|is| is.device == mounted.device) {
+                return Ok(());
+            }
+            here.unmount()?;
+        }
+        if is.is_some() {
+            let bound = mount_bind(&source, &here.path);
+            bound.map_err(|error| here.io("mounting on")(error.into()))?;
+        }
+        Ok(())
+    }
+
     /// Binds the file system on this device, which is mounted at `staged`, onto a directory here.
     /// Already bound is fine; what ended with an earlier daemon makes way.
     ///
