@@ -155,7 +155,7 @@ async fn a_layer_never_has_two_daemons() {
         signal(pid, "KILL");
         until("it is gone", async || !is_alive(pid)).await;
     }
-    fs::remove_dir_all(driver.path("run")).unwrap();
+    driver.wipe_run();
     driver.launch(&[], None);
     driver.answers().await;
     let error = driver.stage("pvc-1").await.unwrap_err();

@@ -190,6 +190,14 @@ impl Driver {
         self.answers().await;
     }
 
+    /// Loses the run directory.
+    pub(crate) fn wipe_run(&self) {
+        // Or the places of files would not go.
+        let mounts = mounts_below(self.scratch());
+        mounts.iter().filter(|one| one.ends_with("disk.img")).for_each(|file| unmount(file));
+        fs::remove_dir_all(self.path("run")).unwrap();
+    }
+
     /// A path in the scratch directory.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.scratch.path().join(name)
@@ -530,6 +538,12 @@ pub(crate) fn mounts_below(dir: &Path) -> Vec<PathBuf> {
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
     let points = mounts.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
     points.filter(|point| point.starts_with(dir)).collect()
+}
+
+/// Takes away a mount, whoever uses it.
+pub(crate) fn unmount(mount: &Path) {
+    let unmounted = Command::new("umount").arg("--lazy").arg(mount).status();
+    assert!(unmounted.unwrap().success(), "{}", mount.display());
 }
 
 /// The loop devices over files below a directory.

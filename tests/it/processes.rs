@@ -2,11 +2,12 @@
 
 use crate::{
     harness::{
-        Driver, all_of, daemons_below, is_alive, mounts_below, names, signal, supervisors_of, until,
+        Driver, all_of, daemons_below, is_alive, mounts_below, names, signal, supervisors_of,
+        unmount, until,
     },
     vm::Vm,
 };
-use std::{fs, path::Path};
+use std::fs;
 use tonic::Code;
 
 /// Starts a writer in the guest: blocks with their own numbers, each synced, each number noted
@@ -172,11 +173,6 @@ fn unmount_all(driver: &Driver) {
     mounts_below(driver.scratch()).iter().rev().for_each(|mount| unmount(mount));
 }
 
-fn unmount(mount: &Path) {
-    let unmounted = std::process::Command::new("umount").arg("--lazy").arg(mount).status();
-    assert!(unmounted.unwrap().success(), "{}", mount.display());
-}
-
 #[tokio::test]
 async fn after_a_reboot_nothing_is_staged_and_everything_can_be() {
     let mut driver = Driver::start().await;
@@ -209,10 +205,7 @@ async fn a_run_directory_that_was_wiped_can_still_be_unpublished_and_published()
         signal(pid, "KILL");
         until("it is gone", async || !is_alive(pid)).await;
     }
-    // Or the place of a file would not go.
-    let files = mounts_below(driver.scratch()).into_iter().filter(|one| one.ends_with("disk.img"));
-    files.for_each(|file| unmount(&file));
-    fs::remove_dir_all(driver.path("run")).unwrap();
+    driver.wipe_run();
     driver.launch(&[], None);
     driver.answers().await;
     driver.remove(&other).await;

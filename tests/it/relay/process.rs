@@ -158,7 +158,7 @@ impl Relay {
             .spawn()
             .unwrap();
         self.daemons.insert(key.to_owned(), daemon);
-        until("the daemon listens", || socket.exists());
+        until("the daemon listens", || listens(&socket));
     }
 
     pub(crate) fn kill_daemon(&mut self, key: &str) {
@@ -170,6 +170,16 @@ impl Relay {
     pub(crate) fn daemon(&self, key: &str) -> i32 {
         self.daemons[key].id().try_into().unwrap()
     }
+}
+
+/// Whether somebody accepts connections at a socket, whose file is there before that.
+fn listens(socket: &Path) -> bool {
+    let sockets = fs::read_to_string("/proc/net/unix").unwrap();
+    let path = socket.display().to_string();
+    sockets.lines().any(|line| {
+        let words: Vec<_> = line.split_whitespace().collect();
+        words.last() == Some(&path.as_str()) && words.get(3) == Some(&"00010000") // __SO_ACCEPTCON
+    })
 }
 
 impl Drop for Relay {
