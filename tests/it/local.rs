@@ -26,7 +26,7 @@ const SIZE: i64 = 512 << 20;
 
 /// The ways to use a volume through the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Use {
+pub(crate) enum Use {
     Block,
     Ext4,
     Xfs,
@@ -59,30 +59,30 @@ impl Use {
 }
 
 impl Driver {
-    async fn made(&self, name: &str, way: Use) {
+    pub(crate) async fn made(&self, name: &str, way: Use) {
         self.controller().create_volume(way.create(name, None, SIZE)).await.unwrap();
     }
 
-    async fn stage_as(&self, name: &str, way: Use) -> Result<(), Status> {
+    pub(crate) async fn stage_as(&self, name: &str, way: Use) -> Result<(), Status> {
         let mut request = self.stage_request(name);
         request.volume_capability = Some(way.capability());
         fs::create_dir_all(&request.staging_target_path).unwrap();
         self.node().node_stage_volume(request).await.map(drop)
     }
 
-    async fn publish_as(&self, name: &str, way: Use) -> Result<(), Status> {
+    pub(crate) async fn publish_as(&self, name: &str, way: Use) -> Result<(), Status> {
         let mut request = self.publish_request(name);
         request.volume_capability = Some(way.capability());
         self.node().node_publish_volume(request).await.map(drop)
     }
 
-    async fn opened(&self, name: &str, way: Use) -> PathBuf {
+    pub(crate) async fn opened(&self, name: &str, way: Use) -> PathBuf {
         self.stage_as(name, way).await.unwrap();
         self.publish_as(name, way).await.unwrap();
         self.path(&format!("target-{name}"))
     }
 
-    async fn close(&self, name: &str) {
+    pub(crate) async fn close(&self, name: &str) {
         let begin = Instant::now();
         self.unpublish(name).await.unwrap();
         self.unstage(name).await.unwrap();
@@ -91,7 +91,7 @@ impl Driver {
     }
 
     /// What the layers of all volumes take of the disk, in bytes.
-    fn spent(&self) -> u64 {
+    pub(crate) fn spent(&self) -> u64 {
         use std::os::unix::fs::MetadataExt as _;
         let layers = fs::read_dir(self.path("pool/layers")).unwrap();
         layers.map(|layer| layer.unwrap().metadata().unwrap().blocks() * 512).sum()

@@ -9,7 +9,9 @@
 //!
 //! The seed decides what is done, not what the scheduler makes of it: a race may need some rounds.
 
+mod device;
 pub(crate) mod guest;
+mod held;
 mod image;
 pub(crate) mod picture;
 pub(crate) mod records;

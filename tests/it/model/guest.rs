@@ -1,7 +1,10 @@
-//! A guest of one disk: a thread with a vhost-user-blk client, which does what it is told, or loads
-//! the disk by itself until it is told to stop.
+//! A guest of one disk: a thread with a vhost-user-blk client or a block device, which does what it
+//! is told, or loads the disk by itself until it is told to stop.
 
-use super::picture::{self, Picture, SECTOR, Stamp};
+use super::{
+    device::Device,
+    picture::{self, Picture, SECTOR, Stamp},
+};
 use crate::harness::Dice;
 use qsd_csi_vhost::{Disk, Request, Space, Wait};
 use std::{
@@ -74,6 +77,7 @@ pub(crate) struct Journal {
     batches: Mutex<Vec<Vec<Action>>>,
     ended: AtomicUsize,
     over: AtomicBool,
+    is_broken: AtomicBool,
 }
 
 impl Journal {
@@ -90,12 +94,27 @@ impl Journal {
     pub(crate) fn batches(&self) -> Vec<Vec<Action>> {
         self.batches.lock().unwrap().clone()
     }
+
+    /// Whether the last batch met an I/O error, and was the last for that.
+    pub(crate) fn is_broken(&self) -> bool {
+        self.is_broken.load(SeqCst)
+    }
+}
+
+/// The disk is dead: nothing it is told succeeds any more.
+#[derive(Debug)]
+pub(crate) struct Broken;
+
+/// What a guest has of its disk.
+enum Medium {
+    Socket(Disk),
+    Device(Device),
 }
 
 enum Order {
-    Do(Vec<Action>, oneshot::Sender<()>),
-    Read(Range<usize>, oneshot::Sender<Vec<u8>>),
-    Capacity(oneshot::Sender<u64>),
+    Do(Vec<Action>, oneshot::Sender<Result<(), Broken>>),
+    Read(Range<usize>, oneshot::Sender<Result<Vec<u8>, Broken>>),
+    Capacity(oneshot::Sender<Result<u64, Broken>>),
     Load(Load, oneshot::Sender<()>),
 }
 
@@ -132,23 +151,43 @@ impl Guest {
     /// Connects to a published socket.
     pub(crate) fn connect(socket: &Path) -> Self {
         let disk = Disk::connect(socket, DEPTH * LONGEST * SECTOR).unwrap().patient(PATIENCE);
+        Self::of(Medium::Socket(disk))
+    }
+
+    /// Opens a published block device. One that is dead may be opened all the same.
+    pub(crate) fn open(device: &Path) -> Result<Self, Broken> {
+        let device = Device::open(device)?;
+        Ok(Self::of(Medium::Device(device)))
+    }
+
+    fn of(medium: Medium) -> Self {
         let (orders, taken) = mpsc::channel();
-        let thread = thread::spawn(move || serve(disk, &taken));
+        let thread = thread::spawn(move || serve(medium, &taken));
         Self { orders: Some(orders), thread: Some(thread) }
     }
 
     /// Has these done, one after the other.
     pub(crate) async fn act(&self, actions: Vec<Action>) {
-        self.ask(|reply| Order::Do(actions, reply)).await;
+        self.try_act(actions).await.expect("a socket does not break");
+    }
+
+    /// The same where the disk may die.
+    pub(crate) async fn try_act(&self, actions: Vec<Action>) -> Result<(), Broken> {
+        self.ask(|reply| Order::Do(actions, reply)).await
     }
 
     /// Reads some sectors.
     pub(crate) async fn read(&self, sectors: Range<usize>) -> Vec<u8> {
+        self.try_read(sectors).await.expect("a socket does not break")
+    }
+
+    /// The same where the disk may die.
+    pub(crate) async fn try_read(&self, sectors: Range<usize>) -> Result<Vec<u8>, Broken> {
         self.ask(|reply| Order::Read(sectors, reply)).await
     }
 
     /// The size of the disk as it is told.
-    pub(crate) async fn capacity(&self) -> u64 {
+    pub(crate) async fn capacity(&self) -> Result<u64, Broken> {
         self.ask(Order::Capacity).await
     }
 
@@ -182,33 +221,62 @@ impl Drop for Guest {
 }
 
 /// The life of a guest.
-fn serve(mut disk: Disk, orders: &mpsc::Receiver<Order>) {
+fn serve(mut medium: Medium, orders: &mpsc::Receiver<Order>) {
     for order in orders {
         // Who asked may have given up.
         match order {
             Order::Do(actions, reply) => {
-                for action in actions {
-                    run_batch(&mut disk, &[action]);
-                }
-                _ = reply.send(());
+                let one_by_one = &mut actions.into_iter();
+                _ = reply.send(one_by_one.try_for_each(|action| medium.run_batch(&[action])));
             }
-            Order::Read(sectors, reply) => _ = reply.send(read(&mut disk, sectors)),
-            Order::Capacity(reply) => _ = reply.send(disk.capacity().unwrap()),
+            Order::Read(sectors, reply) => _ = reply.send(medium.read(sectors)),
+            Order::Capacity(reply) => _ = reply.send(medium.capacity()),
             Order::Load(load, reply) => {
-                keep_up(&mut disk, load);
+                keep_up(&mut medium, load);
                 _ = reply.send(());
             }
         }
     }
 }
 
-fn keep_up(disk: &mut Disk, mut load: Load) {
+fn keep_up(medium: &mut Medium, mut load: Load) {
     while !load.journal.over.load(SeqCst) {
         let batch = load.batch();
         load.journal.batches.lock().unwrap().push(batch.clone());
-        run_batch(disk, &batch);
+        if medium.run_batch(&batch).is_err() {
+            load.journal.is_broken.store(true, SeqCst);
+            return;
+        }
         load.journal.ended.fetch_add(1, SeqCst);
         thread::sleep(Duration::from_micros(load.dice.roll(500)));
+    }
+}
+
+impl Medium {
+    /// A socket never breaks: its guest waits for the next daemon. A device does one thing after
+    /// the other.
+    fn run_batch(&mut self, batch: &[Action]) -> Result<(), Broken> {
+        match self {
+            Self::Socket(disk) => run_batch(disk, batch),
+            Self::Device(device) => {
+                batch.iter().try_for_each(|action| device.run(action))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, sectors: Range<usize>) -> Result<Vec<u8>, Broken> {
+        match self {
+            Self::Socket(disk) => Ok(read(disk, sectors)),
+            Self::Device(device) => device.read(sectors),
+        }
+    }
+
+    fn capacity(&mut self) -> Result<u64, Broken> {
+        match self {
+            Self::Socket(disk) => Ok(disk.capacity().unwrap()),
+            Self::Device(device) => device.capacity(),
+        }
     }
 }
 

@@ -113,6 +113,15 @@ impl Records {
     /// What is still to be merged, as a person would expect it: by the names and numbers that lie
     /// there, and by which volumes a daemon has open.
     pub(crate) fn unmerged(&self, attached: &BTreeSet<String>) -> Vec<String> {
+        self.unmerged_beside(attached, &BTreeSet::new())
+    }
+
+    /// The same where some volumes are used as block devices: their active layers stay.
+    pub(crate) fn unmerged_beside(
+        &self,
+        attached: &BTreeSet<String>,
+        devices: &BTreeSet<String>,
+    ) -> Vec<String> {
         let mut unmerged = self.condemned.clone();
         for (layer, record) in &self.layers {
             if !record["leftovers"].is_null() {
@@ -129,7 +138,8 @@ impl Records {
             if !record["detach"].is_null() && (open.is_empty() || !is_short) {
                 unmerged.push(format!("{layer} is a clone"));
             }
-            if !self.is_named(parent) && self.children(parent).len() == 1 {
+            let stays = devices.iter().any(|volume| self.active(volume) == Some(layer));
+            if !stays && !self.is_named(parent) && self.children(parent).len() == 1 {
                 unmerged.push(format!("{layer} stands alone on {parent}"));
             }
         }

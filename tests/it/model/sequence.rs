@@ -1,13 +1,17 @@
 //! One sequence: what is done, what should come of it, and what did.
+//!
+//! Each time a volume is attached, the dice say whether its guest has a socket or a block device.
 
 use super::{
-    guest::{Action, Guest, Loaded, some_sectors},
+    guest::{Action, Broken, Guest, Loaded, some_sectors},
+    held::{Held, Way},
     picture::{Picture, SECTOR, read},
     records::{Reader, Records},
 };
 use crate::{
     copies::{Source, Wish},
     harness::{Dice, Driver, LIMIT, daemons_below, names, signal, until},
+    local::Use,
 };
 use qsd_csi_vhost::Space;
 use serde_json::Value;
@@ -127,7 +131,7 @@ enum Stand {
 }
 
 struct Volume {
-    picture: Picture,
+    held: Held,
     stand: Stand,
 }
 
@@ -267,7 +271,7 @@ impl Sequence {
             Step::Create => self.create(None).await,
             Step::Attach => self.attach().await,
             Step::Detach => self.detach().await,
-            Step::Reconnect => self.reconnect(),
+            Step::Reconnect => self.reconnect().await,
             Step::Snapshot => self.snapshot().await,
             Step::Restore => {
                 let source = pick(&mut self.dice, self.snapshots.keys());
@@ -379,14 +383,20 @@ impl Sequence {
         let actions: Vec<_> = (0..count).map(|_| self.action(&name)).collect();
         self.note(format!("write {count} times to {name}"));
         let volume = self.volumes.get_mut(&name).unwrap();
+        let done = volume.guest().try_act(actions.clone()).await;
         for action in &actions {
-            action.apply(&mut volume.picture);
+            match done {
+                Ok(()) => volume.held.apply(action),
+                Err(Broken) => volume.held.attempt(action),
+            }
         }
-        volume.guest().act(actions).await;
+        if done.is_err() {
+            self.mend(&name).await;
+        }
     }
 
     fn action(&mut self, volume: &str) -> Action {
-        let sectors = some_sectors(&mut self.dice, self.volumes[volume].picture.sectors());
+        let sectors = some_sectors(&mut self.dice, self.volumes[volume].held.picture.sectors());
         match self.roll(8) {
             0 => Action::Zero { sectors, space: Space::Free },
             1 => Action::Zero { sectors, space: Space::Keep },
@@ -400,14 +410,22 @@ impl Sequence {
     async fn discard(&mut self) {
         let Some(name) = self.pick_used() else { return self.attach().await };
         for _ in 0..=self.roll(3) {
-            let sectors = some_sectors(&mut self.dice, self.volumes[&name].picture.sectors());
+            let sectors = some_sectors(&mut self.dice, self.volumes[&name].held.picture.sectors());
             self.note(format!("discard {sectors:?} of {name}"));
             let volume = self.volumes.get_mut(&name).unwrap();
             let discard = Action::Discard { sectors: sectors.clone() };
-            volume.guest().act(vec![discard, Action::Flush]).await;
-            let found = volume.guest().read(sectors.clone()).await;
-            let found = read(&found, sectors.start).unwrap();
-            volume.picture.adopt_discarded(sectors.start, &found).unwrap();
+            volume.held.attempt(&discard);
+            let actions = vec![discard, Action::Flush];
+            let found = match volume.guest().try_act(actions).await {
+                Ok(()) => volume.guest().try_read(sectors.clone()).await,
+                Err(Broken) => Err(Broken),
+            };
+            match found {
+                Ok(found) => {
+                    volume.held.discard(sectors.start, &read(&found, sectors.start).unwrap());
+                }
+                Err(Broken) => self.mend(&name).await,
+            }
         }
     }
 
@@ -416,7 +434,7 @@ impl Sequence {
         let least = match &source {
             None => SMALLEST,
             Some(Source::Snapshot(snapshot)) => self.snapshots[snapshot].sectors(),
-            Some(Source::Volume(volume)) => self.volumes[volume].picture.sectors(),
+            Some(Source::Volume(volume)) => self.volumes[volume].held.picture.sectors(),
         };
         let sectors = if source.is_none() || self.roll(4) == 0 { self.more(least) } else { least };
         let parameters = self.parameters(source.as_ref());
@@ -428,16 +446,89 @@ impl Sequence {
             None => Picture::blank(sectors),
             Some(Source::Snapshot(snapshot)) => self.snapshots[snapshot].grown(sectors),
             Some(Source::Volume(volume)) => {
-                let mut window = windows.remove(volume).unwrap();
-                window.before.grow(sectors);
+                let window = windows.remove(volume).unwrap();
                 let found = self
                     .on_disk(Reader::Own, |records| records.active(&name).map(str::to_owned))
                     .await;
-                window.assert_holds(&found, &name);
+                self.assert_cut(volume, window, &found, &name).await;
                 found
             }
         };
-        self.volumes.insert(name, Volume { picture, stand: Stand::Idle });
+        let is_through = wish.parameters.contains(&("cache", "writethrough"));
+        let held = Held::new(picture, is_through);
+        self.volumes.insert(name, Volume { held, stand: Stand::Idle });
+    }
+
+    /// Asserts that this was cut from a volume in a call. One whose daemon died meanwhile may have
+    /// lost what was not flushed.
+    async fn assert_cut(&mut self, volume: &str, mut window: Window, found: &Picture, what: &str) {
+        if self.is_broken(volume).await {
+            let mut held = self.volumes[volume].held.clone();
+            held.grow(found.sectors());
+            held.assert_allows(found, what);
+            return self.mend(volume).await;
+        }
+        window.before.grow(found.sectors());
+        window.assert_holds(found, what);
+    }
+
+    /// Whether a volume is used as a block device that has died.
+    async fn is_broken(&self, name: &str) -> bool {
+        let volume = &self.volumes[name];
+        match &volume.stand {
+            Stand::Used(guest) => guest.try_read(0..1).await.is_err(),
+            Stand::Idle | Stand::Published => false,
+        }
+    }
+
+    /// What becomes of a pod whose block device has died: it is started again. Then the volume is
+    /// as the last flush left it, or newer.
+    async fn mend(&mut self, name: &str) {
+        let found = loop {
+            self.note(format!("{name} is published anew"));
+            self.leave(name).await;
+            self.enter(name, Way::Device).await;
+            let size = self.volumes[name].held.picture.sectors();
+            if self.use_disk(name).is_ok()
+                && let Ok(found) = self.volumes[name].guest().try_read(0..size).await
+            {
+                break Picture::of(&found).unwrap();
+            }
+        };
+        self.volumes.get_mut(name).unwrap().held.adopt(&found, name);
+    }
+
+    async fn enter(&mut self, name: &str, way: Way) {
+        let as_device = (way == Way::Device).then_some(Use::Block);
+        let stage = async |driver: &Driver| match as_device {
+            Some(block) => driver.stage_as(name, block).await,
+            None => driver.stage(name).await,
+        };
+        self.persist(format!("stage {name} as {way:?}"), stage).await;
+        let publish = async |driver: &Driver| match as_device {
+            Some(block) => driver.publish_as(name, block).await,
+            None => driver.publish(name).await,
+        };
+        self.persist(format!("publish {name}"), publish).await;
+        self.volumes.get_mut(name).unwrap().stand = Stand::Published;
+    }
+
+    async fn leave(&mut self, name: &str) {
+        self.volumes.get_mut(name).unwrap().stand = Stand::Idle;
+        let unpublish = async |driver: &Driver| driver.unpublish(name).await;
+        self.persist(format!("unpublish {name}"), unpublish).await;
+        let unstage = async |driver: &Driver| driver.unstage(name).await;
+        self.persist(format!("unstage {name}"), unstage).await;
+    }
+
+    /// A guest takes its disk.
+    fn use_disk(&mut self, name: &str) -> Result<(), Broken> {
+        let guest = match self.volumes[name].held.way() {
+            Way::Socket => Guest::connect(&self.driver.socket(name)),
+            Way::Device => Guest::open(&self.driver.path(&format!("target-{name}")))?,
+        };
+        self.volumes.get_mut(name).unwrap().stand = Stand::Used(guest);
+        Ok(())
     }
 
     fn parameters(&mut self, source: Option<&Source>) -> Vec<(&'static str, &'static str)> {
@@ -474,32 +565,34 @@ impl Sequence {
             }
             return;
         };
-        self.persist(format!("stage {name}"), async |driver| driver.stage(&name).await).await;
-        self.persist(format!("publish {name}"), async |driver| driver.publish(&name).await).await;
-        let stand = match self.roll(6) {
-            0 => Stand::Published,
-            _ => Stand::Used(Guest::connect(&self.driver.socket(&name))),
-        };
-        self.volumes.get_mut(&name).unwrap().stand = stand;
-    }
-
-    async fn detach(&mut self) {
-        if let Some(name) = self.pick_published() {
-            self.volumes.get_mut(&name).unwrap().stand = Stand::Idle;
-            let unpublish = async |driver: &Driver| driver.unpublish(&name).await;
-            self.persist(format!("unpublish {name}"), unpublish).await;
-            let unstage = async |driver: &Driver| driver.unstage(&name).await;
-            self.persist(format!("unstage {name}"), unstage).await;
+        let way = [Way::Socket, Way::Device][self.roll(2)];
+        self.volumes.get_mut(&name).unwrap().held.attach(way);
+        self.enter(&name, way).await;
+        if self.roll(6) > 0 && self.use_disk(&name).is_err() {
+            self.mend(&name).await;
         }
     }
 
+    async fn detach(&mut self) {
+        let Some(name) = self.pick_published() else { return };
+        // As file systems do when they are unmounted.
+        while let Stand::Used(guest) = &self.volumes[&name].stand
+            && guest.try_act(vec![Action::Flush]).await.is_err()
+        {
+            self.mend(&name).await;
+        }
+        self.volumes.get_mut(&name).unwrap().held.apply(&Action::Flush);
+        self.leave(&name).await;
+    }
+
     /// Another guest takes the place of the one before.
-    fn reconnect(&mut self) {
+    async fn reconnect(&mut self) {
         if let Some(name) = self.pick_published() {
             self.note(format!("connect anew to {name}"));
-            let volume = self.volumes.get_mut(&name).unwrap();
-            volume.stand = Stand::Published;
-            volume.stand = Stand::Used(Guest::connect(&self.driver.socket(&name)));
+            self.volumes.get_mut(&name).unwrap().stand = Stand::Published;
+            if self.use_disk(&name).is_err() {
+                self.mend(&name).await;
+            }
         }
     }
 
@@ -510,26 +603,34 @@ impl Sequence {
         self.maybe_kill_daemon().await;
         let take = async |driver: &Driver| driver.snapshot(&name, &source).await;
         self.persist(format!("snapshot {name} of {source}"), take).await;
-        let windows = self.end_loads(loads).await;
+        let mut windows = self.end_loads(loads).await;
         let found =
             self.on_disk(Reader::Own, |records| records.named(&name).map(str::to_owned)).await;
-        windows[&source].assert_holds(&found, &name);
+        let window = windows.remove(&source).unwrap();
+        self.assert_cut(&source, window, &found, &name).await;
         self.snapshots.insert(name, found);
     }
 
     async fn expand(&mut self) {
         let Some(name) = pick(&mut self.dice, self.volumes.keys()) else { return };
-        let sectors = self.more(self.volumes[&name].picture.sectors() + GRAIN);
+        let sectors = self.more(self.volumes[&name].held.picture.sectors() + GRAIN);
         let loads = self.begin_loads().await;
         self.maybe_kill_daemon().await;
         let expand = async |driver: &Driver| driver.expand(&name, bytes(sectors)).await;
         self.persist(format!("expand {name} to {sectors}"), expand).await;
         self.end_loads(loads).await;
         let volume = self.volumes.get_mut(&name).unwrap();
-        volume.picture.grow(sectors);
-        if let Stand::Used(guest) = &volume.stand {
-            until("the guest sees the new size", async || guest.capacity().await == bytes(sectors))
-                .await;
+        volume.held.grow(sectors);
+        if self.is_broken(&name).await {
+            return self.mend(&name).await;
+        }
+        if let Stand::Used(guest) = &self.volumes[&name].stand {
+            until("the guest sees the new size", async || {
+                // A device may die while it is looked at.
+                guest.try_read(0..1).await.is_err()
+                    || matches!(guest.capacity().await, Ok(size) if size == bytes(sectors))
+            })
+            .await;
         }
     }
 
@@ -583,23 +684,34 @@ impl Sequence {
         self.assert_undamaged().await;
     }
 
+    /// A volume is moved to another daemon; one that is used as a block device stays.
     async fn move_daemon(&mut self) {
-        if let Some(name) = self.pick_published() {
-            let loads = self.begin_loads().await;
-            let upgrade = async |driver: &Driver| driver.upgrade(&name).await;
-            self.persist(format!("move {name}"), upgrade).await;
-            self.end_loads(loads).await;
+        let Some(name) = self.pick_published() else { return };
+        if self.volumes[&name].held.way() == Way::Device {
+            self.note(format!("{name} is not moved"));
+            let refused = self.driver.upgrade(&name).await.unwrap_err();
+            assert!(
+                matches!(refused.code(), Code::FailedPrecondition | Code::Aborted),
+                "{refused}"
+            );
+            return;
         }
+        let loads = self.begin_loads().await;
+        let upgrade = async |driver: &Driver| driver.upgrade(&name).await;
+        self.persist(format!("move {name}"), upgrade).await;
+        self.end_loads(loads).await;
     }
 
     /// Waits until all is merged that can be, and looks at what then lies there.
     async fn settle(&mut self) {
         self.note("settle".to_owned());
         let attached: BTreeSet<_> = self.volumes.iter().filter_map(Volume::attached).collect();
+        let devices = attached.iter().filter(|name| self.volumes[*name].held.way() == Way::Device);
+        let devices: BTreeSet<_> = devices.cloned().collect();
         let begin = Instant::now();
         loop {
             let records = self.records();
-            let unmerged = records.unmerged(&attached);
+            let unmerged = records.unmerged_beside(&attached, &devices);
             if unmerged.is_empty() {
                 break;
             }
@@ -639,7 +751,8 @@ impl Sequence {
                 && self.dice.roll(2) == 0
             {
                 let dice = Dice::new(self.dice.roll(u64::MAX));
-                let load = guest.load(dice, volume.picture.sectors(), self.stamps.clone());
+                let sectors = volume.held.picture.sectors();
+                let load = guest.load(dice, sectors, self.stamps.clone());
                 loads.insert(name.clone(), (load, 0));
             }
         }
@@ -671,17 +784,18 @@ impl Sequence {
         let mut windows = BTreeMap::new();
         let begun: Vec<_> = loads.values().map(|(load, _)| load.journal.begun()).collect();
         for ((name, (load, earliest)), latest) in loads.into_iter().zip(begun) {
+            let journal = load.journal.clone();
             let batches = self.end_load(load).await;
-            let volume = self.volumes.get_mut(&name).unwrap();
-            let before = volume.picture.clone();
-            for action in batches.iter().flatten() {
-                action.apply(&mut volume.picture);
-            }
+            let held = &mut self.volumes.get_mut(&name).unwrap().held;
+            let before = held.picture.clone();
+            let done = batches.len() - usize::from(journal.is_broken());
+            batches[..done].iter().flatten().for_each(|action| held.apply(action));
+            batches[done..].iter().flatten().for_each(|action| held.attempt(action));
             windows.insert(name, Window { before, batches, earliest, latest });
         }
         for (name, volume) in &self.volumes {
             windows.entry(name.clone()).or_insert_with(|| {
-                let (before, batches) = (volume.picture.clone(), Vec::new());
+                let (before, batches) = (volume.held.picture.clone(), Vec::new());
                 Window { before, batches, earliest: 0, latest: 0 }
             });
         }
@@ -690,16 +804,23 @@ impl Sequence {
 
     /// Compares every volume and snapshot with the model.
     async fn compare(&mut self, reader: Reader) {
-        for (name, volume) in &self.volumes {
+        let names: Vec<_> = self.volumes.keys().cloned().collect();
+        for name in &names {
+            let volume = &self.volumes[name];
             let found = match &volume.stand {
                 Stand::Used(guest) => {
-                    Picture::of(&guest.read(0..volume.picture.sectors()).await).unwrap()
+                    let sectors = 0..volume.held.picture.sectors();
+                    let Ok(found) = guest.try_read(sectors).await else {
+                        self.mend(name).await;
+                        continue;
+                    };
+                    Picture::of(&found).unwrap()
                 }
                 Stand::Idle | Stand::Published => {
                     self.on_disk(reader, |records| records.active(name).map(str::to_owned)).await
                 }
             };
-            volume.picture.assert_is(&found, name);
+            volume.held.picture.assert_is(&found, name);
         }
         for (name, picture) in &self.snapshots {
             let found =
