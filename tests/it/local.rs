@@ -35,7 +35,7 @@ pub(crate) enum Use {
 const USES: [Use; 3] = [Use::Block, Use::Ext4, Use::Xfs];
 
 impl Use {
-    fn capability(self) -> VolumeCapability {
+    pub(crate) fn capability(self) -> VolumeCapability {
         let filesystem = |name: &str| {
             AccessType::Mount(MountVolume { fs_type: name.into(), ..MountVolume::default() })
         };
@@ -47,7 +47,12 @@ impl Use {
         VolumeCapability { access_type, ..mount(Mode::SingleNodeWriter) }
     }
 
-    fn create(self, name: &str, source: Option<&Source>, size: i64) -> pb::CreateVolumeRequest {
+    pub(crate) fn create(
+        self,
+        name: &str,
+        source: Option<&Source>,
+        size: i64,
+    ) -> pb::CreateVolumeRequest {
         let publish = if self == Self::Block { "vhost-user" } else { "filesystem" };
         pb::CreateVolumeRequest {
             volume_capabilities: vec![self.capability()],

@@ -24,6 +24,7 @@ mod local;
 mod look;
 mod metadata;
 mod model;
+mod overfull;
 mod processes;
 mod qsd;
 mod relay;
