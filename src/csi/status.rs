@@ -182,6 +182,8 @@ fn host_code(error: &HostError) -> Code {
 fn device_code(error: &device::Error) -> Code {
     match error {
         device::Error::Io { source, .. } => io_code(Some(source.kind())),
+        // Its daemon is stuck or has just died; the next one does better.
+        device::Error::Silent { .. } | device::Error::Small { .. } => Code::Unavailable,
         _ => Code::Internal,
     }
 }
