@@ -18,7 +18,11 @@ pub use inspect::Inspect;
 pub use metadata::SnapshotMetadata;
 pub use node::NodeService;
 
-use crate::volume::{Claim, Claimed, InvalidName, Volume, VolumeId};
+use crate::{
+    blocking::blocking,
+    node::Condition,
+    volume::{Claim, Claimed, InvalidName, Volume, VolumeId},
+};
 use std::sync::Arc;
 use tokio_util::task::TaskTracker;
 use tonic::Status;
@@ -52,6 +56,22 @@ impl Edge {
     /// The volume of this id.
     fn find(&self, id: Result<VolumeId, InvalidName>) -> Result<Volume, Status> {
         Ok(self.node.volumes().find(&known(id)?)?)
+    }
+
+    /// The condition of a volume.
+    async fn condition(&self, id: &VolumeId) -> pb::csi::VolumeCondition {
+        let mut conditions = self.conditions(vec![id.clone()]).await;
+        conditions.pop().expect("as many conditions as volumes")
+    }
+
+    /// The conditions of these volumes, in their order.
+    async fn conditions(&self, ids: Vec<VolumeId>) -> Vec<pb::csi::VolumeCondition> {
+        let (node, relayed) = (self.node.clone(), self.node.relayed().await);
+        let told = |condition: Condition| pb::csi::VolumeCondition {
+            abnormal: condition.is_abnormal(),
+            message: condition.to_string(),
+        };
+        blocking(move || ids.iter().map(|id| told(node.condition(id, &relayed))).collect()).await
     }
 
     /// Claims the volume or snapshot, so that nobody else works on it until `work` ends, and runs

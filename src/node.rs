@@ -15,6 +15,7 @@
 
 mod attachment;
 mod change;
+mod condition;
 pub mod device;
 pub mod filesystem;
 mod form;
@@ -34,6 +35,7 @@ mod tool;
 mod trial;
 mod upgrade;
 
+pub use condition::Condition;
 pub use form::{Capability, Form, Group};
 pub use host::{Bound, Error as HostError, HostPath};
 pub use publish::Publish;
@@ -54,7 +56,7 @@ use crate::{
     },
 };
 use attachment::Attachment;
-use image::{CONTESTED, Image};
+use image::Image;
 use std::{
     collections::HashMap,
     io,
@@ -370,6 +372,7 @@ impl Node {
     pub fn attachment(&self, volume: &VolumeId) -> Option<Attachments> {
         let attached = self.attached().get(volume).cloned()?;
         let dir = self.dir(volume);
+        let warning = self.warnings(&attached);
         let form = attached.attachment.form;
         Some(Attachments {
             staging_path: attached.attachment.staging_path,
@@ -378,11 +381,7 @@ impl Node {
             form,
             monitor: dir.daemon(self.slot(volume)).debug_monitor(),
             restarts: attached.restarts,
-            warning: match &attached.service {
-                Service::Up(_) if attached.image == Image::Contested => CONTESTED.to_owned(),
-                Service::Up(daemon) => self.warning(daemon),
-                Service::Down { .. } => String::new(),
-            },
+            warning,
             daemon: match attached.service {
                 Service::Up(daemon) => Ok(daemon),
                 Service::Down { reason } => Err(reason),

@@ -1,7 +1,7 @@
 //! CSI Controller: volumes of this node are created, deleted, listed and measured.
 
 use super::{
-    Edge, TOPOLOGY, parse,
+    Edge, TOPOLOGY, known, parse,
     pb::csi::{self as pb, controller_server},
 };
 use crate::{
@@ -27,7 +27,7 @@ use tracing::info;
 pub struct Controller(pub Edge);
 
 /// What is served; everything else answers UNIMPLEMENTED.
-const CAPABILITIES: [rpc::Type; 11] = [
+const CAPABILITIES: [rpc::Type; 12] = [
     rpc::Type::CreateDeleteVolume,
     rpc::Type::CreateDeleteSnapshot,
     rpc::Type::ListSnapshots,
@@ -39,6 +39,7 @@ const CAPABILITIES: [rpc::Type; 11] = [
     rpc::Type::GetCapacity,
     rpc::Type::GetVolume,
     rpc::Type::SingleNodeMultiWriter,
+    rpc::Type::VolumeCondition,
 ];
 
 #[tonic::async_trait]
@@ -131,14 +132,17 @@ impl controller_server::Controller for Controller {
             Some((last, _)) if more => parse::token(last),
             Some(_) | None => String::new(),
         };
-        let entry = |(id, entry): (VolumeId, Entry)| {
-            let volume = match entry {
-                Entry::Volume(volume) => self.message(&volume),
-                Entry::Damaged { .. } => self.named(&id, Bytes::ZERO, HashMap::new()),
+        let ids = page.iter().map(|(id, _)| id.clone()).collect();
+        let conditions = self.0.conditions(ids).await;
+        let entry = |((id, entry), condition): ((VolumeId, Entry), pb::VolumeCondition)| {
+            let status = pb::list_volumes_response::VolumeStatus {
+                published_node_ids: Vec::new(),
+                volume_condition: Some(condition),
             };
-            pb::list_volumes_response::Entry { volume: Some(volume), status: None }
+            let volume = Some(self.entry_message(&id, &entry));
+            pb::list_volumes_response::Entry { volume, status: Some(status) }
         };
-        let entries = page.into_iter().map(entry).collect();
+        let entries = page.into_iter().zip(conditions).map(entry).collect();
         Ok(Response::new(pb::ListVolumesResponse { entries, next_token }))
     }
 
@@ -147,10 +151,15 @@ impl controller_server::Controller for Controller {
         &self,
         request: Request<pb::ControllerGetVolumeRequest>,
     ) -> Result<Response<pb::ControllerGetVolumeResponse>, Status> {
-        let volume = self.0.find(parse::volume_id(request.into_inner().volume_id)?)?;
+        let id = known(parse::volume_id(request.into_inner().volume_id)?)?;
+        let entry = self.0.node.volumes().entry(&id)?;
+        let status = pb::controller_get_volume_response::VolumeStatus {
+            published_node_ids: Vec::new(),
+            volume_condition: Some(self.0.condition(&id).await),
+        };
         Ok(Response::new(pb::ControllerGetVolumeResponse {
-            volume: Some(self.message(&volume)),
-            status: Some(pb::controller_get_volume_response::VolumeStatus::default()),
+            volume: Some(self.entry_message(&id, &entry)),
+            status: Some(status),
         }))
     }
 
@@ -365,6 +374,14 @@ impl Controller {
         let one = id.parse().ok().and_then(|id: SnapshotId| volumes.snapshot(&id).ok());
         let is_meant = |one: &Snapshot| source.as_ref().is_none_or(|source| one.source() == source);
         one.filter(is_meant).into_iter().collect()
+    }
+
+    /// One that is damaged has a name, and a condition that says so.
+    fn entry_message(&self, id: &VolumeId, entry: &Entry) -> pb::Volume {
+        match entry {
+            Entry::Volume(volume) => self.message(volume),
+            Entry::Damaged { .. } => self.named(id, Bytes::ZERO, HashMap::new()),
+        }
     }
 
     fn message(&self, volume: &Volume) -> pb::Volume {

@@ -24,12 +24,13 @@ use tonic::{Request, Response, Status};
 pub struct NodeService(pub Edge);
 
 /// What is served; everything else answers UNIMPLEMENTED.
-const CAPABILITIES: [rpc::Type; 5] = [
+const CAPABILITIES: [rpc::Type; 6] = [
     rpc::Type::StageUnstageVolume,
     rpc::Type::GetVolumeStats,
     rpc::Type::ExpandVolume,
     rpc::Type::SingleNodeMultiWriter,
     rpc::Type::VolumeMountGroup,
+    rpc::Type::VolumeCondition,
 ];
 
 fn usage_of(share: Share, unit: Unit) -> pb::VolumeUsage {
@@ -133,7 +134,13 @@ impl node_server::Node for NodeService {
         let id = self.0.find(id)?.id().clone();
         // Only compared with what is known, so that any path we do not know is just not found.
         let volume = self.0.node.volume_at(&id, Path::new(&request.volume_path))?;
-        let usage = if let Some(stats) = self.0.node.filesystem_stats(&id).await? {
+        let condition = self.0.condition(&id).await;
+        let stats = match self.0.node.filesystem_stats(&id).await {
+            // What is broken cannot be measured, and is told of all the same.
+            Err(_) if condition.abnormal => None,
+            stats => stats?,
+        };
+        let usage = if let Some(stats) = stats {
             let Stats { bytes, inodes } = stats;
             let (bytes, inodes) = ((bytes, Unit::Bytes), (inodes, Unit::Inodes));
             [bytes, inodes].map(|(share, unit)| usage_of(share, unit)).into()
@@ -143,7 +150,8 @@ impl node_server::Node for NodeService {
             let share = Share { total, used, available: total.saturating_sub(used) };
             vec![usage_of(share, Unit::Bytes)]
         };
-        Ok(Response::new(pb::NodeGetVolumeStatsResponse { usage, volume_condition: None }))
+        let volume_condition = Some(condition);
+        Ok(Response::new(pb::NodeGetVolumeStatsResponse { usage, volume_condition }))
     }
 
     #[tracing::instrument(skip_all, fields(volume = request.get_ref().volume_id))]

@@ -111,6 +111,12 @@ impl LoopDevice {
         Self::live(&file, identity).await
     }
 
+    /// Whether the device of this number is over what is called `file`. Nothing is asked that could
+    /// hang.
+    pub fn is_over(number: u32, file: &Path) -> bool {
+        status::is_over(number, file)
+    }
+
     /// Every device over what is at this path, or was: removed since, or with a daemon that is gone.
     /// Nothing is asked that could hang.
     pub async fn all(file: &Path) -> Result<Vec<Self>, Error> {

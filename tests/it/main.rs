@@ -10,6 +10,7 @@
 mod adversity;
 mod bad_input;
 mod cli;
+mod condition;
 mod copies;
 mod crash;
 mod disk;

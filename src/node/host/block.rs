@@ -27,6 +27,14 @@ enum Found {
 }
 
 impl HostPath {
+    /// The number of the device that is here, if there is one.
+    pub(in crate::node) fn shown_device(&self) -> Option<(u32, u32)> {
+        match self.found() {
+            Ok(Found::Device(major, minor)) => Some((major, minor)),
+            Ok(_) | Err(_) => None,
+        }
+    }
+
     /// Binds the node of `device`, with this number, onto a file here. Already bound is fine; what
     /// shows a loop device that is detached makes way.
     ///

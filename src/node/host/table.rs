@@ -19,6 +19,8 @@ pub(in crate::node) struct Mounted {
     pub(in crate::node) kind: String,
     /// Whether nothing can be written through it.
     pub(in crate::node) read_only: bool,
+    /// Whether the kernel has stopped writing to it after an error.
+    pub(in crate::node) is_given_up: bool,
     point: PathBuf,
 }
 
@@ -78,12 +80,17 @@ fn parse(line: &[u8]) -> Option<Mounted> {
     let mut rest = fields.skip_while(|field| *field != b"-").skip(1);
     let kind = String::from_utf8_lossy(rest.next()?).into_owned();
     let of_all = rest.nth(1)?;
-    let is_read_only = |options: &[u8]| options.split(|byte| *byte == b',').any(|it| it == b"ro");
+    let has =
+        |options: &[u8], option: &[u8]| options.split(|byte| *byte == b',').any(|it| it == option);
+    // Of ext4: read-only by itself up to Linux 6.14, and in words of its own since.
+    let is_given_up = has(of_all, b"emergency_ro") || has(of_all, b"shutdown");
+    let is_given_up = is_given_up || (has(of_all, b"ro") && !has(options, b"ro"));
     Some(Mounted {
         device: (major.parse().ok()?, minor.parse().ok()?),
         root,
         kind,
-        read_only: is_read_only(options) || is_read_only(of_all),
+        read_only: has(options, b"ro") || has(of_all, b"ro") || is_given_up,
+        is_given_up,
         point,
     })
 }
@@ -114,10 +121,13 @@ mod test {
         let read_only = [
             &b"90 22 7:3 / /t ro,noatime - xfs /dev/loop3 rw"[..],
             b"90 22 7:3 / /t rw - xfs /dev/loop3 ro,x",
+            b"90 22 7:3 / /t rw - ext4 /dev/loop3 rw,emergency_ro",
         ];
         for line in read_only {
             assert!(parse(line).unwrap().read_only);
         }
+        let given_up = read_only.map(|line| parse(line).unwrap().is_given_up);
+        assert_eq!(given_up, [false, true, true]);
         assert_eq!(parse(b""), None);
         assert_eq!(parse(b"1 2 3:4 / /t rw shared:1"), None);
     }

@@ -1,0 +1,163 @@
+//! The condition of a volume: what is wrong with it now, in words that a person understands.
+//!
+//! The one source for CSI's `VolumeCondition` and for what people are told of an attachment.
+//! Nothing is asked that could hang: `/sys`, the table of mounts, and what the driver knows.
+
+use super::{
+    Attached, Form, HostPath, Node, Relayed, Service,
+    attachment::Attachment,
+    device::LoopDevice,
+    host::LOOP_MAJOR,
+    image::{CONTESTED, Image},
+};
+use crate::{
+    chain::Chain,
+    pool::{Pool, Space},
+    volume::{Entry, PoolName, VolumeId},
+};
+use std::path::Path;
+
+/// Of this many parts of a pool the last one counts as nothing.
+const PARTS: u64 = 64;
+
+/// A request that waits longer has no daemon or master that answers, in milliseconds. The relay asks
+/// a daemon after 3 s whether it lives, and gives it 5 s.
+const PATIENCE: u64 = 10_000;
+
+/// The condition of a volume.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Condition(Vec<String>);
+
+impl Condition {
+    /// Whether something is wrong.
+    pub fn is_abnormal(&self) -> bool {
+        !self.0.is_empty()
+    }
+}
+
+impl std::fmt::Display for Condition {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if self.0.is_empty() {
+            return out.write_str("all is well");
+        }
+        out.write_str(&self.0.join("; "))
+    }
+}
+
+impl Node {
+    /// The condition of a volume, with what the relay has to tell.
+    pub fn condition(&self, id: &VolumeId, relayed: &Relayed) -> Condition {
+        let pool = match self.volumes.entry(id) {
+            Ok(Entry::Volume(volume)) => volume.pool().clone(),
+            Ok(Entry::Damaged { reason, .. }) => {
+                return Condition(vec![format!("it is damaged: {reason}")]);
+            }
+            Err(error) => return Condition(vec![Chain(&error).to_string()]),
+        };
+        let mut troubles = Vec::new();
+        if let Some(attachment) = self.attachment(id) {
+            if let Err(reason) = attachment.daemon {
+                troubles.push(format!("no daemon serves it, which is tried again: {reason}"));
+            }
+            troubles.extend(Some(attachment.warning).filter(|warning| !warning.is_empty()));
+        }
+        let front_end = relayed.get(&id.run_key()).and_then(|one| one.front_end.as_ref());
+        if let Some(front) = front_end.filter(|front| front.oldest_ms >= PATIENCE) {
+            let seconds = front.oldest_ms / 1000;
+            troubles.push(format!("a request of its VM has had no answer for {seconds} s"));
+        }
+        troubles.extend(self.trouble_of(&pool));
+        Condition(troubles)
+    }
+
+    fn trouble_of(&self, name: &PoolName) -> Option<String> {
+        let pool = self.volumes.pools().iter().find(|pool| pool.name() == name)?;
+        match pool.space() {
+            Ok(space) => is_full(space).then(|| full(pool, space)),
+            Err(error) => Some(Chain(&error).to_string()),
+        }
+    }
+
+    /// What is not as it should be with a volume though a daemon serves it.
+    pub(super) fn warnings(&self, attached: &Attached) -> String {
+        let Service::Up(daemon) = &attached.service else { return String::new() };
+        let mut warnings = Vec::from_iter(self.ended_below(&attached.attachment));
+        if attached.attachment.form.is_relayed() {
+            let tried = self.warning(daemon);
+            warnings.extend(Some(tried).filter(|warning| !warning.is_empty()));
+            if attached.image == Image::Contested {
+                warnings.push(CONTESTED.to_owned());
+            }
+        }
+        warnings.join("; ")
+    }
+
+    /// What a pod has that ended with a daemon, or was given up by the kernel.
+    fn ended_below(&self, attachment: &Attachment) -> Option<String> {
+        let disk = self.dir(&attachment.volume).disks().pop()?;
+        let is_alive = |number: (u32, u32)| is_over(number, &disk);
+        let targets = attachment.targets.iter().cloned().map(HostPath::noted);
+        match &attachment.form {
+            Form::VhostUser => None,
+            Form::Block => {
+                let dead =
+                    targets.filter_map(|at| at.shown_device()).any(|number| !is_alive(number));
+                dead.then(|| ended("block device"))
+            }
+            Form::Filesystem { .. } => {
+                let staged = HostPath::noted(attachment.staging_path.clone());
+                let all = targets.chain([staged]);
+                let mounts: Vec<_> = all.filter_map(|at| at.mounted().ok().flatten()).collect();
+                if mounts.iter().any(|mounted| !is_alive(mounted.device)) {
+                    return Some(ended("file system"));
+                }
+                let is_given_up = |mounted: &super::host::Mounted| mounted.is_given_up;
+                mounts.iter().any(is_given_up).then(|| {
+                    "its file system takes no more writes since one of them failed; start its \
+                     pods anew"
+                        .to_owned()
+                })
+            }
+        }
+    }
+}
+
+fn ended(what: &str) -> String {
+    format!("its {what} ended with the daemon that served it; start its pods anew")
+}
+
+fn is_over((major, minor): (u32, u32), disk: &Path) -> bool {
+    major == LOOP_MAJOR && LoopDevice::is_over(minor, disk)
+}
+
+fn is_full(space: Space) -> bool {
+    space.free.count() < space.total.count() / PARTS
+}
+
+fn full(pool: &Pool, space: Space) -> String {
+    let Space { total, free } = space;
+    format!("pool {} is full: {free} of {total} are free, and writes fail", pool.name())
+}
+
+#[cfg(test)]
+mod test {
+    use super::*;
+    use crate::units::Bytes;
+
+    #[test]
+    fn a_condition_says_all_that_is_wrong() {
+        let well = Condition(Vec::new());
+        assert!(!well.is_abnormal());
+        assert_eq!(well.to_string(), "all is well");
+        let ill = Condition(vec!["one".to_owned(), "two".to_owned()]);
+        assert!(ill.is_abnormal());
+        assert_eq!(ill.to_string(), "one; two");
+    }
+
+    #[test]
+    fn the_last_of_a_pool_counts_as_nothing() {
+        let space = |free| Space { total: Bytes::gib(64), free: Bytes::new(free) };
+        assert!(is_full(space(0)) && is_full(space((1 << 30) - 1)));
+        assert!(!is_full(space(1 << 30)));
+    }
+}
