@@ -4,6 +4,7 @@
 //! runs in a task of its own (`detached`), because tonic drops a handler whose client hangs up.
 
 mod controller;
+mod ephemeral;
 mod identity;
 mod inspect;
 mod metadata;

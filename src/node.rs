@@ -17,6 +17,7 @@ mod attachment;
 mod change;
 mod condition;
 pub mod device;
+mod ephemeral;
 pub mod filesystem;
 mod form;
 mod host;
@@ -36,6 +37,7 @@ mod trial;
 mod upgrade;
 
 pub use condition::Condition;
+pub use ephemeral::Inline;
 pub use form::{Capability, Form, Group};
 pub use host::{Bound, Error as HostError, HostPath};
 pub use publish::Publish;

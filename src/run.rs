@@ -200,6 +200,11 @@ impl RunDir {
         self.volume(&key.volume).daemon(key.slot)
     }
 
+    /// Where a volume is staged that goes with its pod.
+    pub fn staging(&self, key: &RunKey) -> PathBuf {
+        self.0.join(format!("{key}.pod"))
+    }
+
     /// The parts that exist.
     pub fn keys(&self) -> io::Result<Vec<RunKey>> {
         let mut keys = Vec::new();

@@ -63,6 +63,11 @@ impl Source {
         self.place.access()
     }
 
+    /// Whether it leads through a file of this machine that its text names.
+    pub fn names_a_file(&self) -> bool {
+        self.place.names_a_file()
+    }
+
     /// The name of the protocol, as its text begins.
     pub fn protocol(&self) -> &'static str {
         self.place.protocol()

@@ -48,7 +48,7 @@ pub use parameters::{
     AccessMode, Cache, CopyMode, GRAIN, Overcommit, ParameterError, Parameters, PublishAs,
     RangeError, SizeRange,
 };
-pub use record::{Content, Format};
+pub use record::{Content, Format, Lifecycle};
 pub use snapshot::{NewSnapshot, Snapshot, SnapshotEntry, Taking};
 pub use throttle::Throttle;
 pub use work::{Job, Progress, Purpose, Site, Use, Way, Work};
@@ -338,6 +338,11 @@ impl Volume {
     /// The limits that hold now.
     pub fn throttle(&self) -> &Throttle {
         &self.record.throttle
+    }
+
+    /// What ends it.
+    pub fn lifecycle(&self) -> Lifecycle {
+        self.record.lifecycle
     }
 
     /// What it was made from, if not blank.

@@ -10,8 +10,8 @@ use crate::{
     node::{Form, Node},
     units::Bytes,
     volume::{
-        Claim, Content, Entry, GRAIN, NewVolume, Outcome, PublishAs, Snapshot, SnapshotId, Volume,
-        VolumeId,
+        Claim, Content, Entry, GRAIN, Lifecycle, NewVolume, Outcome, PublishAs, Snapshot,
+        SnapshotId, Volume, VolumeId,
     },
 };
 use pb::{
@@ -352,7 +352,8 @@ impl Controller {
         parse::topology(request.accessibility_requirements.as_ref(), self.0.node.name())?;
         let name = request.name;
         let master = None; // nobody has looked at it yet
-        Ok(NewVolume { name, size, parameters, throttle, access_modes, content, master })
+        let lifecycle = Lifecycle::Persistent;
+        Ok(NewVolume { name, size, parameters, throttle, access_modes, content, master, lifecycle })
     }
 
     /// The snapshots that a list asks for, from the first one after `after`. One that is damaged is

@@ -1,7 +1,7 @@
 //! CSI Node: volumes are staged and published on this machine.
 
 use super::{
-    Edge, TOPOLOGY, parse,
+    Edge, TOPOLOGY, ephemeral, parse,
     pb::csi::{self as pb, node_server},
 };
 use crate::{
@@ -10,7 +10,7 @@ use crate::{
         Node, Publish, Stage,
         filesystem::{Share, Stats},
     },
-    volume::{Claim, SizeRange},
+    volume::{Claim, SizeRange, VolumeId},
 };
 use pb::{
     node_service_capability::{Rpc, Type, rpc},
@@ -84,10 +84,19 @@ impl node_server::Node for NodeService {
         request: Request<pb::NodePublishVolumeRequest>,
     ) -> Result<Response<pb::NodePublishVolumeResponse>, Status> {
         let request = request.into_inner();
-        let id = parse::volume_id(request.volume_id)?;
-        let target = parse::path("target_path", request.target_path)?;
-        let capability = parse::capability(request.volume_capability)?;
+        let id = ephemeral::volume_id(request.volume_id.clone())?;
+        let target = parse::path("target_path", request.target_path.clone())?;
+        let capability = parse::capability(request.volume_capability.clone())?;
         parse::not_served("readonly", request.readonly.then(|| true.to_string()))?;
+        if ephemeral::is_asked(&request) {
+            let inline = ephemeral::inline(request, target, &capability)?;
+            let id = VolumeId::of_name(&inline.new.name);
+            let work = |claim: Arc<Claim>, node: Node| async move {
+                node.publish_inline(claim, inline).await
+            };
+            self.0.claimed(&id, work).await?;
+            return Ok(Response::new(pb::NodePublishVolumeResponse::default()));
+        }
         let volume = self.0.find(id)?;
         let capability = parse::used(&capability, volume.parameters().publish())?;
         let id = volume.id().clone();
@@ -110,12 +119,11 @@ impl node_server::Node for NodeService {
         request: Request<pb::NodeUnpublishVolumeRequest>,
     ) -> Result<Response<pb::NodeUnpublishVolumeResponse>, Status> {
         let request = request.into_inner();
-        let id = parse::volume_id(request.volume_id)?;
+        let id = ephemeral::volume_id(request.volume_id)?;
         let target = parse::path("target_path", request.target_path)?;
         if let Ok(id) = id {
-            let work = |claim: Arc<Claim>, node: Node| async move {
-                node.unpublish(&claim, &target).await
-            };
+            let work =
+                |claim: Arc<Claim>, node: Node| async move { node.leave(claim, &target).await };
             self.0.claimed(&id, work).await?;
         }
         Ok(Response::new(pb::NodeUnpublishVolumeResponse::default()))
@@ -127,7 +135,7 @@ impl node_server::Node for NodeService {
         request: Request<pb::NodeGetVolumeStatsRequest>,
     ) -> Result<Response<pb::NodeGetVolumeStatsResponse>, Status> {
         let request = request.into_inner();
-        let id = parse::volume_id(request.volume_id)?;
+        let id = ephemeral::volume_id(request.volume_id)?;
         if request.volume_path.is_empty() {
             return Err(parse::Error::Empty("volume_path").into());
         }

@@ -55,8 +55,25 @@ pub(super) enum Error {
     Secrets(#[from] SecretError),
     #[error(transparent)]
     Host(#[from] HostError),
+    #[error("volume_context: size is {0:?}, and must be more than 0 bytes, such as 10Gi")]
+    Size(String),
+    #[error("volume_context")]
+    Attribute(#[source] ParameterError),
     #[error("volume_context: {key} is {is:?}, not {believed:?}")]
     Context { key: String, is: String, believed: String },
+}
+
+impl Error {
+    /// The same of a name that stands in `volume_id`.
+    pub(super) fn of_volume_id(self) -> Self {
+        let field = "volume_id";
+        match self {
+            Self::Empty(_) => Self::Empty(field),
+            Self::TooLong { text, length, most, .. } => Self::TooLong { field, text, length, most },
+            Self::Control { text, .. } => Self::Control { field, text },
+            other => other,
+        }
+    }
 }
 
 /// CSI's limit on every string without one of its own (spec, "Size Limits").

@@ -56,6 +56,8 @@ impl From<parse::Error> for Status {
             | parse::Error::TooLong { .. }
             | parse::Error::Control { .. }
             | parse::Error::Context { .. }
+            | parse::Error::Size(_)
+            | parse::Error::Attribute(_)
             | parse::Error::Parameter(_)
             | parse::Error::Secrets(_)
             | parse::Error::Negative { .. }

@@ -79,6 +79,20 @@ impl Place {
         }
     }
 
+    pub(super) fn names_a_file(&self) -> bool {
+        match self {
+            Self::Nbd { server: Server::Unix { .. }, .. }
+            | Self::Rbd(Rbd { conf: Some(_), .. }) => true,
+            Self::Nbd { server: Server::Inet { .. }, .. }
+            | Self::Http { .. }
+            | Self::Iscsi { .. }
+            | Self::Ssh { .. }
+            | Self::Nfs { .. }
+            | Self::Rbd(Rbd { conf: None, .. })
+            | Self::Gluster { .. } => false,
+        }
+    }
+
     pub(super) fn access(&self) -> Access {
         match self {
             Self::Http { .. } | Self::Rbd(Rbd { snapshot: Some(_), .. }) => Access::Read,

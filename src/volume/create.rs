@@ -20,7 +20,7 @@
 
 use super::{
     AccessMode, Begun, Claim, Content, CopyMode, Error, Format, FoundMaster, Freeze, LayerId,
-    Outcome, Parameters, SizeRange, Throttle, Volume, VolumeId, Volumes,
+    Lifecycle, Outcome, Parameters, SizeRange, Throttle, Volume, VolumeId, Volumes,
     master::{Bottom, Role},
     record,
     record::{Detach, LayerRecord, Phase, VolumeRecord},
@@ -52,6 +52,8 @@ pub struct NewVolume {
     pub content: Option<Content>,
     /// The master that its parameters name, once it was looked at.
     pub master: Option<FoundMaster>,
+    /// What ends it.
+    pub lifecycle: Lifecycle,
 }
 
 /// A volume that is being created.
@@ -354,6 +356,7 @@ impl NewVolume {
             content: self.content,
             throttle: self.throttle,
             formatting: false,
+            lifecycle: self.lifecycle,
             phase: Phase::Creating { active, base: below, overlay, copy, master },
         }
     }
@@ -371,6 +374,9 @@ impl VolumeRecord {
 fn difference(old: &VolumeRecord, new: &NewVolume) -> Option<String> {
     if old.name != new.name {
         return Some(format!("name: {:?}, not {:?}", old.name, new.name));
+    }
+    if old.lifecycle != new.lifecycle {
+        return Some(format!("lifecycle: {:?}, not {:?}", old.lifecycle, new.lifecycle));
     }
     if old.content != new.content {
         let text = |content: &Option<Content>| {

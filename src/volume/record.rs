@@ -27,7 +27,28 @@ pub(super) struct VolumeRecord {
     /// Set while a file system is made on it, which held nothing before.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) formatting: bool,
+    /// What ends it.
+    #[serde(default, skip_serializing_if = "Lifecycle::is_persistent")]
+    pub(super) lifecycle: Lifecycle,
     pub(super) phase: Phase,
+}
+
+/// What ends a volume.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Lifecycle {
+    /// Its deletion.
+    #[default]
+    Persistent,
+    /// The end of the pod that it was made for.
+    Ephemeral,
+}
+
+impl Lifecycle {
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks so")]
+    fn is_persistent(&self) -> bool {
+        *self == Self::Persistent
+    }
 }
 
 /// What a volume is made from.

@@ -22,7 +22,7 @@ pub(super) fn list(output: Output, volumes: Vec<inspect::Volume>) -> anyhow::Res
     }
     let header = ["VOLUME", "SIZE", "OWN", "SHARED", "POOL", "STATE"];
     let row = |volume: inspect::Volume| {
-        let state = state(&volume).to_owned();
+        let state = lasting(&volume);
         vec![
             volume.volume_id,
             size(volume.capacity_bytes),
@@ -35,6 +35,12 @@ pub(super) fn list(output: Output, volumes: Vec<inspect::Volume>) -> anyhow::Res
     say(&table(&header, volumes.into_iter().map(row)))
 }
 
+/// The state of a volume, and whether it goes with its pod.
+fn lasting(volume: &inspect::Volume) -> String {
+    let lasting = if volume.ephemeral { ", ephemeral" } else { "" };
+    format!("{}{lasting}", state(volume))
+}
+
 pub(super) fn show(output: Output, volume: inspect::Volume) -> anyhow::Result<()> {
     if output == Output::Json {
         return say_json(&json::Volume::from(volume));
@@ -45,7 +51,7 @@ pub(super) fn show(output: Output, volume: inspect::Volume) -> anyhow::Result<()
         ("pool", volume.pool.clone()),
         ("size", size(volume.capacity_bytes)),
         ("allocated", spent(volume.own_bytes, volume.allocated_bytes)),
-        ("state", state(&volume).to_owned()),
+        ("state", lasting(&volume)),
     ];
     rows.extend(source(&volume).map(|source| ("source", source)));
     if !volume.damage.is_empty() {

@@ -8,8 +8,8 @@ use crate::{
     relay,
     units::Bytes,
     volume::{
-        Content, Entry, Job, Layer, LayerId, PoolName, Sight, Snapshot, SnapshotEntry, SnapshotId,
-        Standing, Volume, VolumeId, Way,
+        Content, Entry, Job, Layer, LayerId, Lifecycle, PoolName, Sight, Snapshot, SnapshotEntry,
+        SnapshotId, Standing, Volume, VolumeId, Way,
     },
 };
 use std::path::Path;
@@ -109,6 +109,7 @@ impl Teller {
             limits: limits.map(|(key, limit)| (key.to_owned(), limit)).collect(),
             copy_mode: copy_mode.unwrap_or_default().to_owned(),
             source: volume.content().map(source),
+            ephemeral: volume.lifecycle() == Lifecycle::Ephemeral,
         }
     }
 
