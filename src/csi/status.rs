@@ -183,9 +183,14 @@ fn host_code(error: &HostError) -> Code {
 
 fn device_code(error: &device::Error) -> Code {
     match error {
-        device::Error::Io { source, .. } => io_code(Some(source.kind())),
         // Its daemon is stuck or has just died; the next one does better.
-        device::Error::Silent { .. } | device::Error::Small { .. } => Code::Unavailable,
+        device::Error::Io { source, .. } if source.kind() == io::ErrorKind::NotConnected => {
+            Code::Unavailable
+        }
+        device::Error::Losetup { .. }
+        | device::Error::Silent { .. }
+        | device::Error::Small { .. } => Code::Unavailable,
+        device::Error::Io { source, .. } => io_code(Some(source.kind())),
         _ => Code::Internal,
     }
 }
