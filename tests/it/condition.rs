@@ -114,7 +114,8 @@ async fn whoever_has_to_be_started_anew_is_told_so() {
     }
     driver.published("vm").await;
     signal(driver.daemons().await[0], "KILL");
-    until("it is served again", async || !driver.condition("vm").await.abnormal).await;
+    let restarts = async || driver.inspect().await[0].attachment.clone().unwrap().daemon;
+    until("another daemon", async || restarts().await.is_some_and(|one| one.restarts == 1)).await;
     driver.assert_well("vm").await;
 }
 
