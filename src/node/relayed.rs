@@ -13,7 +13,7 @@ use tokio::time::sleep;
 use tracing::{error, info, warn};
 
 /// How often the relay is asked whether all is well.
-const ROUND: Duration = Duration::from_secs(2);
+const ROUND: Duration = Duration::from_secs(1);
 
 /// What the relay knows of the volumes it serves.
 pub type Relayed = HashMap<RunKey, relay::Relayed>;

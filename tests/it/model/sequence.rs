@@ -705,6 +705,7 @@ impl Sequence {
     /// Waits until all is merged that can be, and looks at what then lies there.
     async fn settle(&mut self) {
         self.note("settle".to_owned());
+        self.use_sockets();
         let attached: BTreeSet<_> = self.volumes.iter().filter_map(Volume::attached).collect();
         let devices = attached.iter().filter(|name| self.volumes[*name].held.way() == Way::Device);
         let devices: BTreeSet<_> = devices.cloned().collect();
@@ -722,6 +723,17 @@ impl Sequence {
         assert_eq!(files, self.records().needed(), "files of layers");
         self.compare(Reader::Own).await;
         self.compare(Reader::Qemu).await;
+    }
+
+    /// A volume that nobody uses by its socket may be in use as `disk.img`: then its active layer
+    /// stays, too.
+    fn use_sockets(&mut self) {
+        for (name, volume) in &mut self.volumes {
+            let Volume { held, stand } = volume;
+            if matches!(stand, Stand::Published) && held.way() == Way::Socket {
+                *stand = Stand::Used(Guest::connect(&self.driver.socket(name)));
+            }
+        }
     }
 
     /// A volume restored from a snapshot shows a guest what the snapshot holds.
