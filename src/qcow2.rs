@@ -17,11 +17,13 @@ mod allocation;
 mod create;
 mod grow;
 mod header;
+mod luks;
 
 pub use allocation::{Map, allocation};
-pub use create::create;
+pub use create::{create, create_encrypted};
 pub use grow::grow;
 pub use header::{Header, header};
+pub use luks::{LuksHeader, luks_header};
 
 use crate::units::Bytes;
 use std::io;
@@ -40,6 +42,7 @@ mod field {
     pub(super) const VERSION: usize = 4;
     pub(super) const CLUSTER_BITS: usize = 20;
     pub(super) const SIZE: usize = 24;
+    pub(super) const CRYPT_METHOD: usize = 32;
     pub(super) const L1_ENTRIES: usize = 36;
     pub(super) const L1_TABLE: usize = 40;
     pub(super) const REFCOUNT_TABLE: usize = 48;

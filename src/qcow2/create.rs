@@ -1,7 +1,7 @@
 //! Makes empty images, as overlays are: 4 KiB subclusters, 16-bit refcounts, no backing file in the
 //! header. What stands below an image is said by records alone.
 
-use super::{MAGIC, MOST_L1_ENTRIES, field, incompatible::EXTENDED_L2};
+use super::{LuksHeader, MAGIC, MOST_L1_ENTRIES, field, incompatible::EXTENDED_L2, luks};
 use crate::units::Bytes;
 use std::{fs::File, io, os::unix::fs::FileExt as _};
 
@@ -31,19 +31,35 @@ const FEATURE_NAME_LENGTH: usize = 46;
 ///
 /// The header is written last, so what a crash leaves is an image or none. The caller syncs.
 pub fn create(file: &File, size: Bytes) -> io::Result<()> {
+    make(file, size, None)
+}
+
+/// The same, encrypted: with the LUKS header of another image, and so its key and passphrase.
+pub fn create_encrypted(file: &File, size: Bytes, luks: &LuksHeader) -> io::Result<()> {
+    make(file, size, Some(luks))
+}
+
+fn make(file: &File, size: Bytes, luks: Option<&LuksHeader>) -> io::Result<()> {
     let l1_entries = l1_entries(size)?;
     if file.metadata()?.len() != 0 {
         let text = "an image is created in an empty file, and this one is not";
         return Err(io::Error::new(io::ErrorKind::AlreadyExists, text));
     }
-    let clusters = L1_TABLE + (u64::from(l1_entries) * 8).div_ceil(CLUSTER);
+    let luks_header = L1_TABLE + (u64::from(l1_entries) * 8).div_ceil(CLUSTER);
+    let luks_length = luks.map_or(0, LuksHeader::length);
+    let clusters = luks_header + luks_length.div_ceil(CLUSTER);
     // A hole reads as zeroes: an L1 table and refcounts without entries.
     file.set_len(clusters * CLUSTER)?;
     let references = (0..clusters).flat_map(|_| 1_u16.to_be_bytes()).collect::<Vec<_>>();
     file.write_all_at(&references, REFCOUNT_BLOCK * CLUSTER)?;
     let block = REFCOUNT_BLOCK * CLUSTER;
     file.write_all_at(&block.to_be_bytes(), REFCOUNT_TABLE * CLUSTER)?;
-    file.write_all_at(&header(size, l1_entries), 0)
+    let mut place = None;
+    if let Some(luks) = luks {
+        luks.write(file, luks_header * CLUSTER)?;
+        place = Some([luks_header * CLUSTER, luks_length]);
+    }
+    file.write_all_at(&header(size, l1_entries, place), 0)
 }
 
 /// How many entries the L1 table of an image of `size` has.
@@ -64,8 +80,9 @@ fn l1_entries(size: Bytes) -> io::Result<u32> {
     }
 }
 
-/// The header and its extensions; fields that are not set here are rightly zero.
-fn header(size: Bytes, l1_entries: u32) -> Vec<u8> {
+/// The header and its extensions; fields that are not set here are rightly zero. A LUKS header has
+/// an offset and a length.
+fn header(size: Bytes, l1_entries: u32, luks: Option<[u64; 2]>) -> Vec<u8> {
     let mut header = vec![0; HEADER_LENGTH];
     let mut set = |at: usize, value: &[u8]| header[at..at + value.len()].copy_from_slice(value);
     set(0, &MAGIC);
@@ -81,6 +98,11 @@ fn header(size: Bytes, l1_entries: u32) -> Vec<u8> {
     let length = u32::try_from(HEADER_LENGTH).expect("a header is short");
     set(field::HEADER_LENGTH, &length.to_be_bytes());
     header.extend(feature_name(EXTENDED_L2, "extended L2 entries"));
+    if let Some(place) = luks {
+        header[field::CRYPT_METHOD..][..4].copy_from_slice(&luks::METHOD.to_be_bytes());
+        header.extend([luks::EXTENSION, 16].iter().flat_map(|word| word.to_be_bytes()));
+        header.extend(place.iter().flat_map(|word| word.to_be_bytes()));
+    }
     header.extend([0; 8]); // the end of the extensions
     header
 }

@@ -1,6 +1,6 @@
 //! The header of an image, checked.
 
-use super::{Error, MAGIC, MOST_L1_ENTRIES, OFFSET, field, incompatible, long, word};
+use super::{Error, MAGIC, MOST_L1_ENTRIES, OFFSET, field, incompatible, long, luks, word};
 use crate::units::Bytes;
 use std::{fs::File, os::unix::fs::FileExt as _};
 
@@ -123,6 +123,15 @@ fn features(bytes: &[u8; LENGTH]) -> Result<Entries, Error> {
     }
     let extended = features & incompatible::EXTENDED_L2 != 0;
     Ok(if extended { Entries::Extended } else { Entries::Plain })
+}
+
+/// That the image is encrypted with LUKS, as its first cluster says.
+pub(super) fn check_encrypted(first: &[u8]) -> Result<(), Error> {
+    match (word(first, field::VERSION), word(first, field::CRYPT_METHOD)) {
+        (2, _) => refuse("version", 2, "has no LUKS header"),
+        (_, luks::METHOD) => Ok(()),
+        (_, other) => refuse("crypt_method", other.into(), "is not LUKS"),
+    }
 }
 
 fn cluster(bits: u32, entries: Entries) -> Result<u64, Error> {

@@ -7,6 +7,9 @@ use std::{
     process::Command,
 };
 
+/// What encrypted ones are opened with.
+const PASSPHRASE: &str = "correct horse";
+
 /// An image in a directory of its own, which goes with it.
 pub(super) struct Image {
     _dir: tempfile::TempDir,
@@ -27,6 +30,50 @@ impl Image {
         let arguments = ["create", "-q", "-f", "qcow2", "-o", options];
         run("qemu-img", &arguments, &image.path, &[&size]);
         image
+    }
+
+    /// One that this made.
+    pub(super) fn ours_with(make: impl FnOnce(&File)) -> Self {
+        let image = Self::none();
+        make(&File::create_new(&image.path).unwrap());
+        image
+    }
+
+    /// One that qemu-img made, encrypted with `PASSPHRASE`.
+    pub(super) fn encrypted(size: Bytes) -> Self {
+        let (image, size) = (Self::none(), size.count().to_string());
+        let secret = format!("secret,id=key,data={PASSPHRASE}");
+        let options = "encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10";
+        let arguments = ["create", "-q", "-f", "qcow2", "--object", &secret, "-o", options];
+        run("qemu-img", &arguments, &image.path, &[&size]);
+        image
+    }
+
+    /// Has qemu-io do this in an encrypted image, in one go; whether every command succeeds.
+    pub(super) fn unlocked(&self, commands: &[String]) -> bool {
+        let (secret, image) = self.unlocking();
+        let mut tool = Command::new("qemu-io");
+        tool.args(["--object", &secret, "--image-opts", "-t", "unsafe"]);
+        for command in commands {
+            tool.args(["-c", command]);
+        }
+        let run = tool.arg(image).output().unwrap();
+        let said = String::from_utf8_lossy(&run.stdout).into_owned();
+        run.status.success() && !said.contains("failed")
+    }
+
+    /// The same as `check`, of an encrypted image.
+    pub(super) fn check_unlocked(&self) {
+        let (secret, image) = self.unlocking();
+        let arguments = ["check", "--object", &secret, "--image-opts"];
+        let said = run("qemu-img", &arguments, Path::new(&image), &[]);
+        assert!(said.contains("No errors were found"), "{said}");
+    }
+
+    fn unlocking(&self) -> (String, String) {
+        let file = self.path.display();
+        let image = format!("driver=qcow2,encrypt.key-secret=key,file.filename={file}");
+        (format!("secret,id=key,data={PASSPHRASE}"), image)
     }
 
     fn none() -> Self {
