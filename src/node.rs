@@ -17,6 +17,7 @@ mod attachment;
 mod change;
 mod condition;
 pub mod device;
+mod encryption;
 mod ephemeral;
 pub mod filesystem;
 mod form;
@@ -54,7 +55,7 @@ use crate::{
     store, supervisor,
     volume::{
         self, Busy, Cache, Claim, Claimed, CopyMode, Format, InFlight, LayerId, NodeName, Outcome,
-        ParameterError, RunKey, Volume, VolumeId, Volumes,
+        ParameterError, Passphrase, RunKey, Volume, VolumeId, Volumes,
     },
 };
 use attachment::Attachment;
@@ -259,6 +260,15 @@ pub enum Error {
          by its socket"
     )]
     ImageOpen(VolumeId),
+    /// The passphrase is not that of the volume.
+    #[error("secrets: {key} does not open volume {volume}", key = Passphrase::KEY)]
+    Locked {
+        /// The volume.
+        volume: VolumeId,
+    },
+    /// A layer would be written to that is to be encrypted first.
+    #[error("volume {0} is to be encrypted before it is served; unstage it, and stage it again")]
+    Unformatted(VolumeId),
     /// The volume has no daemon that could be replaced.
     #[error("volume {0} is not served by a daemon; stage it first")]
     NotServed(VolumeId),
@@ -471,6 +481,7 @@ impl Node {
                 }
             },
             credentials: self.credentials(&volume)?,
+            passphrase: self.passphrase(&volume)?,
             layers,
             reads,
             throttle: volume.throttle().clone(),
@@ -598,6 +609,9 @@ impl Error {
 
     fn daemon(volume: &VolumeId) -> impl FnOnce(qsd::Error) -> Self + use<> {
         let volume = volume.clone();
-        move |source| Self::Daemon { volume, source }
+        move |source| match source {
+            qsd::Error::Locked => Self::Locked { volume },
+            source => Self::Daemon { volume, source },
+        }
     }
 }

@@ -16,6 +16,8 @@
 //! POOL/records/deleting-layers/<uuid>.json  a layer, once its end is decided
 //! ```
 
+mod encrypted;
+
 use crate::{
     qcow2,
     store::{self, Version},

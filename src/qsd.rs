@@ -5,6 +5,7 @@
 
 mod agent;
 mod daemon;
+mod encryption;
 mod graph;
 mod live;
 mod master;

@@ -21,6 +21,7 @@ mod changed;
 mod claim;
 mod create;
 mod delete;
+mod encryption;
 mod expand;
 mod freeze;
 mod id;
@@ -39,6 +40,7 @@ pub use ahead::Ahead;
 pub use changed::{LayerError, Pair, Ranges, Wanted};
 pub use claim::{Busy, Claim, Claimed, InFlight};
 pub use create::{Creation, NewVolume};
+pub use encryption::{Encryption, Passphrase};
 pub use freeze::Freeze;
 pub use id::{InvalidName, LayerId, NodeName, PoolName, RunKey, SnapshotId, VolumeId};
 pub use layer::{Layer, Login, Master, Place};
@@ -65,7 +67,7 @@ use std::{
     fmt,
     ops::Bound,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Mutex},
 };
 
 /// Why the domain said no.
@@ -157,6 +159,11 @@ pub enum Error {
         /// Its master.
         master: Source,
     },
+    /// The volume is to be encrypted, and what it is made from is not.
+    #[error(
+        "parameters: encryption is \"luks\", and {0} is not encrypted; a copy is what its source is"
+    )]
+    PlainSource(Content),
     /// The volume is to lie in another pool than what it is made from.
     #[error("parameters: {content} lies in pool {pool}, and so must the volume")]
     SourceElsewhere {
@@ -307,6 +314,8 @@ pub struct Volumes {
     pools: Vec<Arc<Pool>>,
     overcommit: Overcommit,
     state: Shared,
+    /// Held while layers are encrypted that volumes may share.
+    encrypting: Mutex<()>,
 }
 
 impl Volume {
@@ -358,6 +367,11 @@ impl Volume {
     /// Its layers, from the active one down.
     pub fn layers(&self) -> &[Layer] {
         &self.layers
+    }
+
+    /// Whether it is encrypted, or will be from when it is first used.
+    pub fn is_encrypted(&self) -> bool {
+        self.layers.first().is_some_and(|active| active.encryption.is_some())
     }
 
     /// The remote master at its bottom, if there is one.

@@ -10,8 +10,8 @@ use crate::{
     node::{Form, Node},
     units::Bytes,
     volume::{
-        Claim, Content, Entry, GRAIN, Lifecycle, NewVolume, Outcome, PublishAs, Snapshot,
-        SnapshotId, Volume, VolumeId,
+        Claim, Content, Entry, GRAIN, Lifecycle, NewVolume, Outcome, Passphrase, PublishAs,
+        Snapshot, SnapshotId, Volume, VolumeId,
     },
 };
 use pb::{
@@ -50,8 +50,11 @@ impl controller_server::Controller for Controller {
         request: Request<pb::CreateVolumeRequest>,
     ) -> Result<Response<pb::CreateVolumeResponse>, Status> {
         let mut request = request.into_inner();
-        let secrets = std::mem::take(&mut request.secrets);
+        let mut secrets = std::mem::take(&mut request.secrets);
         let new = self.new_volume(request)?;
+        if new.parameters.is_encrypted() || new.content.is_some() {
+            Passphrase::take(&mut secrets).map_err(parse::Error::from)?; // it is used when it is staged
+        }
         let secrets = parse::secrets(new.parameters.source(), secrets)?;
         let id = VolumeId::of_name(&new.name);
         let create =

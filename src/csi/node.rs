@@ -54,9 +54,11 @@ impl node_server::Node for NodeService {
         let volume = self.0.find(id)?;
         let capability = parse::used(&capability, volume.parameters().publish())?;
         let source = volume.master().map(|master| &master.source);
-        let secrets = parse::secrets(source, request.secrets)?;
+        let mut secrets = request.secrets;
+        let passphrase = parse::passphrase(volume.is_encrypted(), &mut secrets)?;
+        let secrets = parse::secrets(source, secrets)?;
         let id = volume.id().clone();
-        let stage = Stage { staging_path, capability, secrets };
+        let stage = Stage { staging_path, capability, secrets, passphrase };
         let work = |claim: Arc<Claim>, node: Node| async move { node.stage(&claim, stage).await };
         self.0.claimed(&id, work).await?;
         Ok(Response::new(pb::NodeStageVolumeResponse::default()))

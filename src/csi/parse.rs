@@ -10,7 +10,7 @@ use crate::{
     units::Bytes,
     volume::{
         AccessMode, Content, InvalidName, NewSnapshot, NodeName, ParameterError, Parameters,
-        PublishAs, RangeError, SizeRange, SnapshotId, VolumeId,
+        Passphrase, PublishAs, RangeError, SizeRange, SnapshotId, VolumeId,
     },
 };
 use pb::{
@@ -198,6 +198,18 @@ pub(super) fn secrets(
     given: HashMap<String, String>,
 ) -> Result<Secrets, Error> {
     Ok(master.map(|master| Secrets::new(master, given)).transpose()?.unwrap_or_default())
+}
+
+/// The passphrase among the secrets of a request, which an encrypted volume needs. Elsewhere it is
+/// left with the others.
+pub(super) fn passphrase(
+    is_encrypted: bool,
+    given: &mut HashMap<String, String>,
+) -> Result<Option<Passphrase>, Error> {
+    if !is_encrypted {
+        return Ok(None);
+    }
+    Ok(Some(Passphrase::take(given)?.ok_or_else(Passphrase::missing)?))
 }
 
 /// A path that CSI requires.

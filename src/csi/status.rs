@@ -99,6 +99,8 @@ impl From<node::Error> for Status {
                 Code::AlreadyExists
             }
             node::Error::NotAt { .. } => Code::NotFound,
+            // CSI: the RPC does not carry secrets that are valid for authentication.
+            node::Error::Locked { .. } => Code::Unauthenticated,
             node::Error::Daemon { source, .. }
             | node::Error::Trial { source, .. }
             | node::Error::Workshop { source, .. }
@@ -108,7 +110,9 @@ impl From<node::Error> for Status {
             node::Error::Filesystem { source, .. } => filesystem_code(source),
             node::Error::Store { source, .. } => io_code(source.io_kind()),
             node::Error::Run { source, .. } => io_code(Some(source.kind())),
-            node::Error::Attachment { .. } | node::Error::Boot { .. } => Code::Internal,
+            node::Error::Attachment { .. }
+            | node::Error::Boot { .. }
+            | node::Error::Unformatted(_) => Code::Internal,
         };
         status(code, &error)
     }
@@ -134,6 +138,7 @@ fn volume_code(error: &volume::Error) -> Code {
         | volume::Error::Unreadable { .. } => Code::Internal,
         volume::Error::UnknownPool(_)
         | volume::Error::NotASource(_)
+        | volume::Error::PlainSource(_)
         | volume::Error::SourceElsewhere { .. }
         | volume::Error::OfTwoVolumes { .. }
         | volume::Error::WrongOrder(_) => Code::InvalidArgument,
@@ -223,6 +228,7 @@ fn daemon_code(error: &qsd::Error) -> Code {
             | qsd::MonitorError::Deadline { .. } => Code::Unavailable,
         },
         qsd::Error::Master(error) => master_code(error),
+        qsd::Error::Locked => Code::Unauthenticated,
         qsd::Error::TooOld(_) => Code::FailedPrecondition,
         qsd::Error::Foreign { .. } => Code::Internal,
         qsd::Error::Place { source, .. } => io_code(Some(source.kind())),

@@ -150,9 +150,11 @@ impl Node {
         let Some((active, overlay)) = self.volumes.layers_of(freeze) else {
             return Err(Error::NotServed(id.clone()));
         };
+        let passphrase = self.passphrase(&self.volumes.find(id)?)?;
         let ready = async {
             let daemon = self.acknowledge_for(id, daemon.clone(), overlay.format).await?;
-            daemon.add_overlay(&overlay).await.map_err(|error| Error::daemon(id)(error.into()))?;
+            let added = daemon.add_overlay(&overlay, passphrase.as_ref()).await;
+            added.map_err(|error| Error::daemon(id)(error.into()))?;
             Ok(daemon)
         };
         let daemon = match ready.await {

@@ -5,16 +5,17 @@
 //! nobody else anything. What it takes to be let in is kept while the volume is staged, so that a
 //! daemon that dies can be started again, and nowhere but in the run directory.
 
-use super::{Error, Node};
+use super::{Error, Node, Stage};
 use crate::{
     chain::Chain,
     qsd::{Credentials, Master, Workshop},
     run::{DaemonKey, Slot},
     source::{Access, Secrets, Source},
     store,
-    volume::{self, CopyMode, FoundMaster, Login, Parameters, RunKey, Volume, VolumeId},
+    volume::{
+        self, CopyMode, FoundMaster, Login, Parameters, Passphrase, RunKey, Volume, VolumeId,
+    },
 };
-use std::collections::BTreeMap;
 use tracing::warn;
 
 impl Node {
@@ -60,13 +61,15 @@ impl Node {
         Ok(())
     }
 
-    /// Keeps what lets us in where the master of a volume is.
-    pub(super) fn keep_secrets(&self, id: &VolumeId, secrets: &Secrets) -> Result<(), Error> {
+    /// Keeps what lets us in where the master of a volume is, and what opens its layers.
+    pub(super) fn keep_secrets(&self, id: &VolumeId, stage: &Stage) -> Result<(), Error> {
         let path = self.dir(id).secrets();
+        let mut secrets = stage.secrets.expose();
+        secrets.extend(stage.passphrase.as_ref().map(|one| (Passphrase::KEY, one.expose())));
         let kept = if secrets.is_empty() {
             store::remove(&path)
         } else {
-            store::replace_volatile(&path, &secrets.expose())
+            store::replace_volatile(&path, &secrets)
         };
         kept.map_err(|source| Error::Store { volume: id.clone(), source })
     }
@@ -81,8 +84,8 @@ impl Node {
     }
 
     fn kept_secrets(&self, id: &VolumeId, source: &Source) -> Result<Secrets, Error> {
-        let kept = store::load::<BTreeMap<String, String>>(&self.dir(id).secrets());
-        let kept = kept.map_err(|source| Error::Store { volume: id.clone(), source })?;
-        Ok(Secrets::new(source, kept.unwrap_or_default())?)
+        let mut kept = self.kept(id)?;
+        Passphrase::kept(&mut kept)?;
+        Ok(Secrets::new(source, kept)?)
     }
 }

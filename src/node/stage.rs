@@ -12,7 +12,7 @@ use crate::{
     run::{DaemonKey, Slot},
     source::Secrets,
     store,
-    volume::{Claim, Outcome, VolumeId},
+    volume::{Claim, Outcome, Passphrase, VolumeId},
 };
 use std::path::PathBuf;
 use tracing::{info, warn};
@@ -26,6 +26,8 @@ pub struct Stage {
     pub capability: Capability,
     /// What lets us in where its master is.
     pub secrets: Secrets,
+    /// What opens its layers, where it is encrypted.
+    pub passphrase: Option<Passphrase>,
 }
 
 impl Node {
@@ -55,7 +57,8 @@ impl Node {
             let (is, asked) = (is.capability(), stage.capability);
             return Err(Error::StagedOtherwise { volume: id.clone(), is, asked });
         }
-        self.keep_secrets(id, &stage.secrets)?;
+        self.require_same(id, stage.passphrase.as_ref())?;
+        self.keep_secrets(id, &stage)?;
         let outcome = self.serve(claim).await?;
         self.mount_staged(claim, is).await?;
         Ok(outcome)
@@ -81,8 +84,9 @@ impl Node {
             dir.create().map_err(Error::run(dir.path()))?;
             self.save(&intent)?;
             crash::point("node-stage-intent");
-            self.keep_secrets(id, &stage.secrets)?;
+            self.keep_secrets(id, stage)?;
             self.interrupt(id).await;
+            self.encrypt(claim, stage.passphrase.as_ref()).await?;
             let daemon = if is_left_over {
                 self.try_restart(id).await?.0
             } else {

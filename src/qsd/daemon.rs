@@ -10,7 +10,7 @@
 //! ```
 
 use super::{
-    Command, Durability, Jobs, Monitor, Outlet,
+    Command, Durability, Jobs, Monitor, Outlet, encryption,
     graph::{self, Plan, Reads, Remote, Sharing},
     master::{self, Bottom, Credentials, Master},
     monitor::{self, HANDSHAKE},
@@ -21,7 +21,7 @@ use crate::{
     run::{self, DaemonDir, DaemonKey},
     supervisor::{self, Spawn, State},
     units::Bytes,
-    volume::{Layer, Throttle},
+    volume::{Layer, Passphrase, Throttle},
 };
 use serde_json::{Value, json};
 use std::{
@@ -59,6 +59,9 @@ pub enum Error {
         /// Why not.
         source: io::Error,
     },
+    /// The passphrase is not that of the layers.
+    #[error("secrets: {} does not open the layers", Passphrase::KEY)]
+    Locked,
     /// It ended before it could serve.
     #[error("qemu-storage-daemon ended at its start: {0}")]
     Ended(String),
@@ -98,6 +101,8 @@ pub struct Launch {
     pub layers: Vec<Layer>,
     /// Who we are to the server of its master.
     pub credentials: Credentials,
+    /// What opens the layers, where they are encrypted.
+    pub passphrase: Option<Passphrase>,
     /// What becomes of data that is read from below the active layer.
     pub reads: Reads,
     /// What is let pass.
@@ -155,6 +160,7 @@ struct Start<'a> {
     exclusive: &'a Path,
     beside: Option<&'a DaemonKey>,
     bottom: Option<Bottom>,
+    passphrase: Option<&'a Passphrase>,
     /// Whether it is to export a file.
     exports_file: bool,
     commands: Vec<Command>,
@@ -171,8 +177,9 @@ pub async fn start_trial(
 ) -> Result<(), Error> {
     let exclusive = dir.path();
     let commands = graph::trial(requests_per_second, &dir.backend_socket());
-    let (beside, bottom, exports_file) = (None, None, false);
-    let start = Start { key, program, dir, exclusive, beside, bottom, exports_file, commands };
+    let (beside, bottom, passphrase, exports_file) = (None, None, None, false);
+    let start =
+        Start { key, program, dir, exclusive, beside, bottom, passphrase, exports_file, commands };
     start.run(supervisor).await.map(drop)
 }
 
@@ -202,14 +209,20 @@ impl Workshop {
         master: &Master,
         supervisor: &supervisor::Client,
     ) -> Result<Bytes, Error> {
-        let (monitor, ..) = self.begin(None, Vec::new()).run(supervisor).await?;
+        let monitor = self.bare(supervisor).await?;
         master.open(&monitor, &self.dir).await
     }
 
     fn begin(&self, bottom: Option<Bottom>, commands: Vec<Command>) -> Start<'_> {
         let Self { key, program, dir } = self;
-        let (exclusive, beside, exports_file) = (dir.path(), None, false);
-        Start { key, program, dir, exclusive, beside, bottom, exports_file, commands }
+        let (exclusive, beside, passphrase, exports_file) = (dir.path(), None, None, false);
+        Start { key, program, dir, exclusive, beside, bottom, passphrase, exports_file, commands }
+    }
+
+    /// The monitor of a daemon that has nothing open.
+    pub(super) async fn bare(&self, supervisor: &supervisor::Client) -> Result<Monitor, Error> {
+        let (monitor, ..) = self.begin(None, Vec::new()).run(supervisor).await?;
+        Ok(monitor)
     }
 }
 
@@ -235,6 +248,7 @@ impl Launch {
             exclusive: &self.exclusive,
             beside: self.beside.as_ref(),
             bottom: Bottom::of(&self.layers, &self.credentials),
+            passphrase: self.passphrase.as_ref(),
             exports_file: matches!(self.outlet, Outlet::File(_)),
             commands: graph::commands(plan),
         };
@@ -332,8 +346,14 @@ impl Start<'_> {
         if let Some(bottom) = &self.bottom {
             bottom.open(&monitor, self.dir).await?;
         }
+        if let Some(passphrase) = self.passphrase {
+            encryption::tell(&monitor, passphrase).await?;
+        }
         for command in self.commands.clone() {
-            monitor.execute(command).await?;
+            monitor.execute(command).await.map_err(encryption::refused)?;
+        }
+        if self.passphrase.is_some() {
+            encryption::forget(&monitor).await?;
         }
         Ok((monitor, pid, version))
     }
@@ -398,6 +418,7 @@ impl Error {
             | Self::Outdated { .. }
             | Self::TooOld(_)
             | Self::Place { .. }
+            | Self::Locked
             | Self::Ended(_) => false,
             Self::Monitor(error) => match error {
                 monitor::Error::Refused { .. } => false,
@@ -474,6 +495,10 @@ impl Daemon {
     async fn layers(&self) -> Result<(Vec<String>, BTreeSet<String>), monitor::Error> {
         let graph = Command::new("x-debug-query-block-graph", json!({}));
         Ok(graph::layers_of(&self.execute(graph).await?))
+    }
+
+    pub(super) fn monitor(&self) -> &Monitor {
+        &self.monitor
     }
 
     pub(super) async fn execute(&self, command: Command) -> Result<Value, monitor::Error> {

@@ -25,10 +25,10 @@
 //! told of its end. Without, it ends the request itself. A daemon has one volume, so its main loop
 //! has little else to do.
 
-use super::{Command, master::FORMAT_NODE};
+use super::{Command, encryption, master::FORMAT_NODE};
 use crate::{
     source::Access,
-    volume::{Format, Layer, Throttle},
+    volume::{Encryption, Format, Layer, Throttle},
 };
 use serde_json::{Map, Value, json};
 use std::{
@@ -331,6 +331,9 @@ fn layer_node(
         Format::Raw => {}
         Format::Qcow2 => node["backing"] = below.into(),
     }
+    if layer.encryption == Some(Encryption::Luks) {
+        node["encrypt"] = encryption::options();
+    }
     Some(node)
 }
 
@@ -413,7 +416,7 @@ mod test {
     fn layer(format: Format) -> Layer {
         let id = LayerId::draw();
         let place = Place::File(format!("/pool/layers/{id}").into());
-        Layer { id, file: id, place, format, size: Bytes::gib(1) }
+        Layer { id, file: id, place, format, encryption: None, size: Bytes::gib(1) }
     }
 
     fn remote() -> Layer {
@@ -470,6 +473,20 @@ mod test {
     fn an_overlay_is_added_without_asking_its_header() {
         let overlay = add_overlay(&layer(Format::Qcow2));
         assert_eq!(overlay.arguments.get("backing"), Some(&Value::Null));
+    }
+
+    #[test]
+    fn what_is_encrypted_is_opened_with_the_passphrase() {
+        let layer = |encryption| Layer { encryption, ..layer(Format::Qcow2) };
+        let layers = [Some(Encryption::Luks), Some(Encryption::Pending), None].map(layer);
+        let commands = built(&layers, Reads::Pass, Durability::OnFlush);
+        let secret = |layer: &Layer| {
+            let name = layer.file.node_name();
+            let mut nodes = commands.iter().map(|command| &command.arguments);
+            nodes.find(|node| node["node-name"] == name).unwrap()["encrypt"]["key-secret"].clone()
+        };
+        let none = Value::Null;
+        assert_eq!(layers.each_ref().map(secret), [json!("key"), none.clone(), none]);
     }
 
     #[test]

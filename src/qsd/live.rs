@@ -4,14 +4,14 @@
 //! of which nobody knows what it has done is ended, and the next one is built from the records.
 
 use super::{
-    Command, Daemon, Durability,
+    Command, Daemon, Durability, encryption,
     graph::{self, IMAGE, TOP},
     monitor::Error,
 };
 use crate::{
     source::Access,
     units::Bytes,
-    volume::{Layer, Throttle, Way},
+    volume::{Layer, Passphrase, Throttle, Way},
 };
 use serde_json::json;
 use std::{path::Path, time::Duration};
@@ -68,9 +68,19 @@ pub enum JobState {
 }
 
 impl Daemon {
-    /// Opens a layer that is to be put onto the active one.
-    pub async fn add_overlay(&self, overlay: &Layer) -> Result<(), Error> {
-        self.execute(graph::add_overlay(overlay)).await.map(drop)
+    /// Opens a layer that is to be put onto the active one, with the passphrase if it takes one.
+    pub async fn add_overlay(
+        &self,
+        overlay: &Layer,
+        passphrase: Option<&Passphrase>,
+    ) -> Result<(), Error> {
+        let Some(passphrase) = passphrase else {
+            return self.execute(graph::add_overlay(overlay)).await.map(drop);
+        };
+        encryption::tell(self.monitor(), passphrase).await?;
+        let added = self.execute(graph::add_overlay(overlay)).await;
+        encryption::forget(self.monitor()).await?;
+        added.map(drop)
     }
 
     /// Puts an open layer onto the active one, which is frozen by that: the export follows.

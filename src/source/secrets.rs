@@ -67,6 +67,11 @@ pub(super) const CEPH_USER: &str = "userID";
 pub(super) const CEPH_KEY: &str = "userKey";
 
 impl Secret {
+    /// A text that is to be shown nowhere from now on.
+    pub fn new(text: String) -> Self {
+        Self(text)
+    }
+
     /// The text itself, for whoever it is meant for.
     pub fn expose(&self) -> &str {
         &self.0

@@ -19,7 +19,7 @@
 //! Then it is merged with the active layer like any other.
 
 use super::{
-    AccessMode, Begun, Claim, Content, CopyMode, Error, Format, FoundMaster, Freeze, LayerId,
+    AccessMode, Begun, Claim, Content, CopyMode, Encryption, Error, FoundMaster, Freeze, LayerId,
     Lifecycle, Outcome, Parameters, SizeRange, Throttle, Volume, VolumeId, Volumes,
     master::{Bottom, Role},
     record,
@@ -220,11 +220,11 @@ impl Volumes {
                 (Some(base), Some(copy)) => Some(self.make_copy(pool, intent, base, *copy)?),
                 (base, _) => base.as_ref().map(Base::layer),
             };
-            let format = intent.parameters.format().unwrap_or(Format::Raw);
+            let format = intent.parameters.blank_format();
             let bottom = || LayerRecord::bottom(format, intent.size);
             let above = |below| LayerRecord::overlay(below, intent.size);
             let layer = below.map_or_else(bottom, above);
-            pool.create_layer(active, layer.format, layer.size)?;
+            let layer = self.make_layer(pool, active, layer, intent.encryption())?;
             crash::point("volume-create-layer");
             self.add_layer(pool, active, layer)?;
             crash::point("volume-create-layer-record");
@@ -246,9 +246,9 @@ impl Volumes {
         copy: BaseCopy,
     ) -> Result<LayerId, pool::Error> {
         let BaseCopy { layer, size } = copy;
-        pool.create_layer(layer, Format::Qcow2, size)?;
-        crash::point("volume-create-copy");
         let above = LayerRecord::overlay(base.layer(), size);
+        let above = self.make_layer(pool, layer, above, intent.encryption())?;
+        crash::point("volume-create-copy");
         self.add_layer(pool, layer, LayerRecord { detach: intent.detach(), ..above })?;
         crash::point("volume-create-copy-record");
         Ok(layer)
@@ -280,6 +280,10 @@ impl Volumes {
             return Err(Error::NotASource(content.clone()));
         }
         let (pool, least, base) = self.base(content)?;
+        let below = self.state.lock().layer(base.layer());
+        if new.parameters.is_encrypted() && below.is_some_and(|below| below.encryption.is_none()) {
+            return Err(Error::PlainSource(content.clone()));
+        }
         let size = new
             .size
             .chosen_for(least)
@@ -363,6 +367,11 @@ impl NewVolume {
 }
 
 impl VolumeRecord {
+    /// What its layers are to be where what they stand on is plain.
+    fn encryption(&self) -> Option<Encryption> {
+        self.parameters.is_encrypted().then_some(Encryption::Pending)
+    }
+
     /// How the layer of a new volume is to be made independent, if it is.
     pub(super) fn detach(&self) -> Option<Detach> {
         let bytes_per_second = self.parameters.clone_speed();

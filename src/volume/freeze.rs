@@ -75,9 +75,9 @@ impl Volumes {
     /// Makes the overlay, on which nothing stands yet. The intent that names it is recorded.
     pub(super) fn make_overlay(&self, freeze: &Freeze) -> Result<(), pool::Error> {
         let Freeze { pool, overlay, size, .. } = freeze;
-        pool.create_layer(*overlay, Format::Qcow2, *size)?;
-        crash::point("freeze-overlay");
         let record = LayerRecord::overlay(freeze.frozen(), *size);
+        let record = self.make_layer(pool, *overlay, record, None)?;
+        crash::point("freeze-overlay");
         self.add_layer(pool, *overlay, record)?;
         crash::point("freeze-overlay-record");
         Ok(())

@@ -1,6 +1,6 @@
 //! One layer, as a daemon or a person wants to know it.
 
-use super::{Format, LayerId};
+use super::{Encryption, Format, LayerId};
 use crate::{chain::Chain, qcow2, source::Source, units::Bytes};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -21,6 +21,8 @@ pub struct Layer {
     pub place: Place,
     /// How they lie there.
     pub format: Format,
+    /// Whether they are encrypted, or are to be.
+    pub encryption: Option<Encryption>,
     /// Size it presents.
     pub size: Bytes,
 }

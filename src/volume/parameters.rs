@@ -33,6 +33,7 @@ pub struct Parameters {
     source_format: Option<Format>,
     copy_mode: CopyMode,
     clone_speed: Bytes,
+    encrypted: bool,
     throttle: Throttle,
 }
 
@@ -81,7 +82,7 @@ pub enum ParameterError {
     /// No such key.
     #[error(
         "parameters: unknown key {0:?}; known are pool, publish, format, cache, source, \
-         sourceFormat, copyMode, cloneBytesPerSecond and the limits (iops, bytesPerSecond, ...)"
+         sourceFormat, copyMode, cloneBytesPerSecond, encryption and the limits (iops, bytesPerSecond, ...)"
     )]
     Unknown(String),
     /// The key cannot be changed, or there is no such key.
@@ -137,6 +138,17 @@ pub enum ParameterError {
     /// The format of a source that is not there.
     #[error("parameters: sourceFormat is {0:?}, and there is no source")]
     NoSource(&'static str),
+    /// The volume is to be encrypted in a format that is not.
+    #[error(
+        "parameters: encryption is \"luks\", and format is \"raw\"; an encrypted volume is qcow2"
+    )]
+    EncryptedRaw,
+    /// The volume is to be its source, and encrypted.
+    #[error(
+        "parameters: encryption is \"luks\", and copyMode is \"none\": the volume would be source \
+         {0}, which is as it is"
+    )]
+    EncryptedSource(Source),
     /// The volume is to be a source that cannot be written.
     #[error(
         "parameters: copyMode is \"none\", and source {0} can only be read; use copy-on-write, \
@@ -161,9 +173,15 @@ impl Parameters {
         self.cache
     }
 
-    /// The format a blank volume was asked for in, if any.
-    pub fn format(&self) -> Option<Format> {
-        self.format
+    /// The format of a blank volume. Only qcow2 is encrypted so that a discard still frees space.
+    pub fn blank_format(&self) -> Format {
+        let default = if self.encrypted { Format::Qcow2 } else { Format::Raw };
+        self.format.unwrap_or(default)
+    }
+
+    /// Whether it is to be encrypted.
+    pub fn is_encrypted(&self) -> bool {
+        self.encrypted
     }
 
     /// The remote master it starts from where it is made from nothing else.
@@ -201,6 +219,19 @@ impl Parameters {
         shown
     }
 
+    /// What cannot be encrypted.
+    fn check_encryption(&self) -> Result<(), ParameterError> {
+        if self.encrypted && self.format == Some(Format::Raw) {
+            return Err(ParameterError::EncryptedRaw);
+        }
+        match &self.source {
+            Some(source) if self.encrypted && self.copy_mode == CopyMode::None => {
+                Err(ParameterError::EncryptedSource(source.clone()))
+            }
+            Some(_) | None => Ok(()),
+        }
+    }
+
     /// What goes with a source, and not without.
     fn check_source(&self) -> Result<(), ParameterError> {
         match (&self.source, self.source_format) {
@@ -233,6 +264,10 @@ impl TryFrom<BTreeMap<String, String>> for Parameters {
                 }
                 "copyMode" => parameters.copy_mode = one_of("copyMode", &value, &COPY_MODES)?,
                 "cloneBytesPerSecond" => parameters.clone_speed = clone_speed(&value)?,
+                "encryption" => {
+                    one_of("encryption", &value, &[("luks", ())])?;
+                    parameters.encrypted = true;
+                }
                 _ if Throttle::is_key(&key) => _ = limits.insert(key.clone(), value.clone()),
                 _ if key.starts_with(RESERVED) => continue,
                 _ => return Err(ParameterError::Unknown(key)),
@@ -241,6 +276,7 @@ impl TryFrom<BTreeMap<String, String>> for Parameters {
         }
         parameters.throttle = Throttle::default().with(&limits)?;
         parameters.check_source()?;
+        parameters.check_encryption()?;
         Ok(parameters)
     }
 }
@@ -487,6 +523,7 @@ mod test {
             ("cloneBytesPerSecond", "fast", "cloneBytesPerSecond is \"fast\""),
             ("iops", "many", "iops is \"many\""),
             ("cache", "none", "cache is \"none\""),
+            ("encryption", "aes", "encryption is \"aes\""),
         ] {
             let error = parameters(&[(key, value)]).unwrap_err();
             assert!(error.to_string().contains(text), "{error}");

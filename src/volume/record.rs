@@ -1,6 +1,6 @@
 //! The durable records of the domain, as they lie in a pool (design: Records).
 
-use super::{AccessMode, LayerId, Master, Parameters, SnapshotId, Throttle, VolumeId};
+use super::{AccessMode, Encryption, LayerId, Master, Parameters, SnapshotId, Throttle, VolumeId};
 use crate::{store::Version, units::Bytes};
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeSet, time::SystemTime};
@@ -139,6 +139,9 @@ pub(super) struct LayerRecord {
     pub(super) format: Format,
     /// Size it presents.
     pub(super) size: Bytes,
+    /// Set where it is not plain.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) encryption: Option<Encryption>,
     /// The remote master that it is: then it has no file, and stands on nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) master: Option<Master>,
@@ -181,6 +184,7 @@ impl LayerRecord {
             parent: None,
             format,
             size,
+            encryption: None,
             master: None,
             file: None,
             detach: None,

@@ -12,14 +12,19 @@ use crate::{
     store,
     units::Bytes,
 };
-use std::{collections::BTreeSet, path::Path, sync::Arc};
+use std::{
+    collections::BTreeSet,
+    path::Path,
+    sync::{Arc, Mutex},
+};
 use tracing::{error, info, warn};
 
 impl Volumes {
     /// Takes stock of these pools: what broke off is taken back or driven on. What makes no sense
     /// is reported and left alone.
     pub fn recover(pools: Vec<Arc<Pool>>, overcommit: Overcommit) -> Result<Self, pool::Error> {
-        let volumes = Self { pools, overcommit, state: Shared::default() };
+        let (state, encrypting) = (Shared::default(), Mutex::default());
+        let volumes = Self { pools, overcommit, state, encrypting };
         for pool in &volumes.pools {
             let mut state = volumes.state.lock();
             read_layers(&mut state, pool)?;

@@ -135,6 +135,7 @@ impl State {
             file: file_of(id, record),
             place: place_of(pool, id, record),
             format: record.format,
+            encryption: record.encryption,
             size: record.size,
         })
     }

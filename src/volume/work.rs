@@ -15,7 +15,8 @@
 //! This module says what is to be done and records what was done. The node does it (`node::tend`).
 
 use super::{
-    Error, Format, InFlight, Layer, LayerId, Login, SnapshotId, VolumeId, Volumes, record,
+    Encryption, Error, Format, InFlight, Layer, LayerId, Login, SnapshotId, VolumeId, Volumes,
+    record,
     record::{LayerRecord, Leftovers},
     state::{KeptLayer, Shared, State, file_of, layer_record},
 };
@@ -395,6 +396,7 @@ fn after(way: &Way, upper: (LayerId, &LayerRecord), lower: (LayerId, &LayerRecor
         Way::Commit { .. } => LayerRecord {
             parent: below.parent,
             format: below.format,
+            encryption: below.encryption,
             file: Some(file_of(lower, below)),
             detach: below.parent.and(record.detach.or(below.detach)),
             leftovers: Some(Leftovers {
@@ -481,6 +483,13 @@ impl State {
         login.is_none_or(|login| login == Login::Open)
     }
 
+    /// Whether the layers below can be opened there: where nobody has them open, nobody knows the
+    /// passphrase.
+    fn opens_without_passphrase(&self, id: LayerId) -> bool {
+        let layers = self.layers_from(id).unwrap_or_default();
+        !layers.iter().any(|layer| layer.encryption == Some(Encryption::Luks))
+    }
+
     /// How and where a plan can be carried out now, if it can.
     fn judge(
         &self,
@@ -512,10 +521,19 @@ impl State {
         if self.volume_on(plan.upper).is_some_and(is_file) {
             return None; // QEMU has no job on the layer that a file shows
         }
-        let commits = match &site {
-            Site::Workshop => true,
-            Site::Daemon(volume) => used(volume) != Use::Shown,
-        };
+        if site == Site::Workshop && !self.opens_without_passphrase(plan.upper) {
+            return None;
+        }
+        // Plain text goes into no layer that is to be encrypted, and out of none that is.
+        if upper.encryption == Some(Encryption::Pending) {
+            return None;
+        }
+        let is_alike = upper.encryption == lower.encryption;
+        let commits = is_alike
+            && match &site {
+                Site::Workshop => true,
+                Site::Daemon(volume) => used(volume) != Use::Shown,
+            };
         // While a layer is streamed into, QEMU fills no buffer that a guest reads from beyond the
         // end of the layer below, and says that it did.
         let is_streamable = site == Site::Workshop || lower.size >= upper.size;

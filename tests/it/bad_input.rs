@@ -78,6 +78,15 @@ async fn create_volume() {
         (parameter("publish", "nfs"), InvalidArgument, &["parameters", "publish", "\"nfs\""]),
         (parameter("format", "vmdk"), InvalidArgument, &["parameters", "format", "\"vmdk\""]),
         (parameter("copyMode", "full"), InvalidArgument, &["copyMode", "\"full\"", "clone"]),
+        (parameter("encryption", "aes"), InvalidArgument, &["encryption", "\"aes\"", "luks"]),
+        (
+            pb::CreateVolumeRequest {
+                secrets: HashMap::from([("encryptionPassphrase".into(), String::new())]),
+                ..parameter("encryption", "luks")
+            },
+            InvalidArgument,
+            &["secrets", "encryptionPassphrase", "empty"],
+        ),
         (parameter("iopsMax", "9"), InvalidArgument, &["iopsMax", "9", "iops"]),
         (range(0, 0), InvalidArgument, &["capacity_range", "required_bytes"]),
         (range(-1, 0), InvalidArgument, &["required_bytes", "-1"]),

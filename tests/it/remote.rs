@@ -94,7 +94,7 @@ async fn another_daemon(driver: &Driver) {
     .await;
 }
 
-async fn layers(driver: &Driver, volume: &str) -> usize {
+pub(crate) async fn layers(driver: &Driver, volume: &str) -> usize {
     let volumes = driver.inspect().await;
     volumes.into_iter().find(|one| one.volume_id == volume).unwrap().layers.len()
 }
