@@ -61,8 +61,9 @@ impl Node {
         let made = fs::DirBuilder::new().mode(0o700).create(staging_path.as_path());
         made.or_else(unless(io::ErrorKind::AlreadyExists))
             .map_err(Error::run(staging_path.as_path()))?;
-        let stage =
-            Stage { staging_path: staging_path.clone(), capability: capability.clone(), secrets };
+        let passphrase = None; // none is encrypted
+        let (path, used) = (staging_path.clone(), capability.clone());
+        let stage = Stage { staging_path: path, capability: used, secrets, passphrase };
         self.stage(claim, stage).await?;
         crash::point("ephemeral-staged");
         self.serve(claim).await?;

@@ -257,7 +257,7 @@ async fn an_encrypted_volume_outlives_driver_and_daemons_and_grows() {
         assert_holds(&guest, &picture, "with a daemon that took over").await;
         let size = SIZE * u64::from(stamp);
         driver.expand("pvc-1", size).await.unwrap();
-        assert_eq!(guest.capacity().await, size);
+        assert_eq!(guest.capacity().await.unwrap(), size);
         picture.grow(sectors(size));
         write(&guest, &mut picture, first, stamp).await;
         let start = u64::try_from(first * SECTOR).unwrap();
