@@ -27,6 +27,7 @@ mod layers;
 mod local;
 mod master;
 mod publish;
+mod readers;
 mod recover;
 mod relayed;
 mod stage;
@@ -48,10 +49,10 @@ pub use upgrade::{Upgrade, When};
 
 use crate::{
     chain::Chain,
-    qsd::{self, Daemon, Durability, Launch, Outlet, Programs, Reads},
+    qsd::{self, Daemon, Durability, Launch, Outlet, Programs, Reads, Writes},
     relay,
     run::{DaemonKey, RunDir, Slot, VolumeDir},
-    source::SecretError,
+    source::{Access, SecretError},
     store, supervisor,
     volume::{
         self, Busy, Cache, Claim, Claimed, CopyMode, Format, InFlight, LayerId, NodeName, Outcome,
@@ -121,6 +122,51 @@ pub enum Error {
         is: Capability,
         /// How it was asked for.
         asked: Capability,
+    },
+    /// The volume is published here, and what is to be done with it there was another thing.
+    #[error(
+        "readonly: volume {volume} is published at {} with readonly {}, not {}", target.display(),
+        *asked != Access::Read, *asked == Access::Read
+    )]
+    PublishedForOther {
+        /// The volume.
+        volume: VolumeId,
+        /// Where it is published.
+        target: PathBuf,
+        /// What was asked for.
+        asked: Access,
+    },
+    /// The volume has one device, which is written to.
+    #[error(
+        "readonly: volume {volume} is staged as {is}, and its device takes writes; stage it as \
+         MULTI_NODE_READER_ONLY to have it read alone"
+    )]
+    WritableDevice {
+        /// The volume.
+        volume: VolumeId,
+        /// How it is staged.
+        is: Capability,
+    },
+    /// The volume is staged to be read, and this call would change it.
+    #[error("volume {volume} is staged as {is}, and is not changed meanwhile; unstage it first")]
+    OnlyRead {
+        /// The volume.
+        volume: VolumeId,
+        /// How it is staged.
+        is: Capability,
+    },
+    /// There is no file system to be read, and none is made for readers.
+    #[error(
+        "volume_capability: volume {volume} holds no whole {kind} file system that {mode} could \
+         read; stage it as SINGLE_NODE_WRITER once, or make it from a snapshot"
+    )]
+    NothingToRead {
+        /// The volume.
+        volume: VolumeId,
+        /// Of which kind it was to be.
+        kind: filesystem::Kind,
+        /// How it was asked for.
+        mode: &'static str,
     },
     /// The volume is staged for another use than it is to be published for.
     #[error("volume_capability: volume {volume} is staged as {is}; stage it as {asked}")]
@@ -269,6 +315,17 @@ pub enum Error {
     /// A layer would be written to that is to be encrypted first.
     #[error("volume {0} is to be encrypted before it is served; unstage it, and stage it again")]
     Unformatted(VolumeId),
+    /// What the log of its file system holds would lie beside the volume, unencrypted.
+    #[error(
+        "volume_capability: volume {volume} is encrypted, and its file system cannot be read only \
+         ({access}); use a mode that writes, and publish it with readonly"
+    )]
+    EncryptedForReaders {
+        /// The volume.
+        volume: VolumeId,
+        /// The access mode that was asked for.
+        access: &'static str,
+    },
     /// The volume has no daemon that could be replaced.
     #[error("volume {0} is not served by a daemon; stage it first")]
     NotServed(VolumeId),
@@ -334,10 +391,12 @@ pub struct Attachments {
     pub staging_path: PathBuf,
     /// Where it is published.
     pub targets: Vec<PathBuf>,
-    /// In which form it is published.
-    pub form: Form,
-    /// The vhost-user-blk socket itself, in that form.
+    /// How it is used.
+    pub capability: Capability,
+    /// The vhost-user-blk socket itself, where there is one for whoever comes first.
     pub socket: Option<PathBuf>,
+    /// As what the relay serves it: one for each VM that can have it at the same time.
+    pub relayed_as: Vec<RunKey>,
     /// The monitor for people.
     pub monitor: PathBuf,
     /// How often its daemon was started again since the driver started.
@@ -385,12 +444,15 @@ impl Node {
         let attached = self.attached().get(volume).cloned()?;
         let dir = self.dir(volume);
         let warning = self.warnings(&attached);
-        let form = attached.attachment.form;
+        let relayed_as = self.relay_keys(&attached.attachment);
+        let Capability { access, form, group } = attached.attachment.capability();
+        let is_shared = form == Form::VhostUser && access.access() == Access::Write;
         Some(Attachments {
             staging_path: attached.attachment.staging_path,
             targets: attached.attachment.targets,
-            socket: (form == Form::VhostUser).then(|| dir.vhost_socket()),
-            form,
+            socket: is_shared.then(|| dir.vhost_socket()),
+            relayed_as,
+            capability: Capability { access, form, group },
             monitor: dir.daemon(self.slot(volume)).debug_monitor(),
             restarts: attached.restarts,
             warning,
@@ -468,6 +530,8 @@ impl Node {
             CopyMode::CopyOnRead => Reads::Copy,
             CopyMode::None | CopyMode::CopyOnWrite | CopyMode::Clone => Reads::Pass,
         };
+        let attachment = self.noted(id);
+        let readers = attachment.as_ref().map(|one| self.make_places(one)).transpose()?;
         Ok(Launch {
             key: DaemonKey { volume: id.run_key(), slot },
             program: self.config.qsd.newest(),
@@ -486,8 +550,23 @@ impl Node {
             reads,
             throttle: volume.throttle().clone(),
             durability,
+            writes: self.writes(id, slot),
+            readers: readers.unwrap_or_default(),
             beside: None,
         })
+    }
+
+    /// Where what is written to a volume goes. A file system that was in use when its snapshot was
+    /// taken has a log that is to be replayed before it can be read, and the layers of a volume that
+    /// is only read stay as they are.
+    fn writes(&self, id: &VolumeId, slot: Slot) -> Writes {
+        match (self.access(id), self.form(id)) {
+            (Access::Write, _) => Writes::Active,
+            (Access::Read, Form::Filesystem { .. }) => {
+                Writes::Scratch(self.dir(id).daemon(slot).scratch())
+            }
+            (Access::Read, Form::VhostUser | Form::Block) => Writes::Refused,
+        }
     }
 
     /// The form in which a volume is staged, or just being staged.
@@ -500,18 +579,13 @@ impl Node {
         self.noted(id).and_then(|one| one.group)
     }
 
-    fn noted(&self, id: &VolumeId) -> Option<Attachment> {
-        let noted = || store::load::<Attachment>(&self.dir(id).attachment()).ok().flatten();
-        self.find(id).map(|one| one.attachment).or_else(noted)
-    }
-
     /// When writes of a volume are acknowledged whose active layer is of this format.
     ///
     /// Who uses it through a file loses it with the daemon, and knows that what was not flushed may
-    /// be gone.
+    /// be gone. Where nothing is written, it makes no difference.
     fn durability(&self, id: &VolumeId, form: &Form, active: Format) -> Result<Durability, Error> {
         let cache = self.volumes.find(id)?.parameters().cache();
-        if !form.is_relayed() && cache == Cache::Auto {
+        if self.access(id) == Access::Read || !form.is_relayed() && cache == Cache::Auto {
             return Ok(Durability::OnFlush);
         }
         Ok(match (cache, active) {

@@ -11,9 +11,10 @@ mod live;
 mod master;
 mod monitor;
 mod program;
+mod readers;
 
 pub use daemon::{Daemon, Error, FLUSH, Launch, Workshop, start_trial};
-pub use graph::{Durability, Outlet, QUEUES, Reads};
+pub use graph::{Durability, Outlet, QUEUES, Reader, Reads, Writes};
 pub use live::Jobs;
 pub use live::{Height, JobState};
 pub use master::{Credentials, Error as MasterError, Master};

@@ -13,11 +13,14 @@
 //!   qmp.sock dbg.sock         monitors: the driver's own, and one for people           (daemon)
 //!   agent.sock keys.psk       keys, while a daemon opens a remote master                 (node)
 //!   back.sock back2.sock      the export, for the relay, at one or the other           (daemon)
+//!   scratch.qcow2             what is written to a volume whose layers are only read   (daemon)
 //! RUN/<key>/relay.json        which of them the relay leads to                          (relay)
 //! RUN/<key>/export/           the directory that is published
 //!   vhost.sock                where VMs connect                                       (relay)
 //!   disk.img                  the volume as a file, while no VM is connected         (daemon)
 //! RUN/<key>/disk.<n>          the export as a file, where no VM is served; the last one  (daemon)
+//! RUN/<key>/reader.json       makes it the part of one of several readers: which of the above
+//!                             are there beside it are relay.json, export/ and a/back.sock  (node)
 //! RUN/relay/                  lock, log, and the sockets of the relay       (supervisor, relay)
 //! ```
 
@@ -277,6 +280,11 @@ impl VolumeDir {
         self.0.join("secrets.json")
     }
 
+    /// Who reads which volume through this part, beside others: then it is no volume's own.
+    pub fn reader(&self) -> PathBuf {
+        self.0.join("reader.json")
+    }
+
     /// The place of a daemon.
     pub fn daemon(&self, slot: Slot) -> DaemonDir {
         DaemonDir(self.0.join(slot.as_str()))
@@ -372,7 +380,7 @@ impl VolumeDir {
     /// Removes all of it, the record first. The published directory goes with whatever somebody
     /// left in it; beside it, what is not ours stays, and is an error.
     pub fn remove(&self) -> io::Result<()> {
-        for record in [self.attachment(), self.relay(), self.secrets()] {
+        for record in [self.attachment(), self.relay(), self.secrets(), self.reader()] {
             remove(&record)?;
             remove(&store::draft_of(&record))?;
         }
@@ -442,6 +450,11 @@ impl DaemonDir {
         if socket == first { second } else { first }
     }
 
+    /// Takes what is written to a volume whose layers are only read.
+    pub fn scratch(&self) -> PathBuf {
+        self.0.join("scratch.qcow2")
+    }
+
     /// Removes the sockets of a daemon that is gone, so that nobody connects to nothing.
     pub fn remove_sockets(&self) -> io::Result<()> {
         let [first, second] = self.backend_sockets();
@@ -452,6 +465,7 @@ impl DaemonDir {
         self.remove_sockets()?;
         remove(&self.agent_socket())?;
         remove(&self.key_file())?;
+        remove(&self.scratch())?;
         remove(&self.log())?;
         remove(&self.lock())?;
         fs::remove_dir(&self.0).or_else(gone)

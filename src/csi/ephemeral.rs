@@ -64,6 +64,7 @@ pub(super) fn inline(
     }
     let secrets = parse::secrets(parameters.source(), request.secrets)?;
     let used = parse::used(capability, parameters.publish())?;
+    let access = parse::access(request.readonly);
     let new = NewVolume {
         name: request.volume_id,
         size,
@@ -74,7 +75,7 @@ pub(super) fn inline(
         master: None, // nobody has looked at it yet
         lifecycle: Lifecycle::Ephemeral,
     };
-    Ok(Inline { new, secrets, target, capability: used })
+    Ok(Inline { new, secrets, target, capability: used, access })
 }
 
 fn range(text: &str) -> Result<SizeRange, Error> {

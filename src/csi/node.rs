@@ -89,7 +89,6 @@ impl node_server::Node for NodeService {
         let id = ephemeral::volume_id(request.volume_id.clone())?;
         let target = parse::path("target_path", request.target_path.clone())?;
         let capability = parse::capability(request.volume_capability.clone())?;
-        parse::not_served("readonly", request.readonly.then(|| true.to_string()))?;
         if ephemeral::is_asked(&request) {
             let inline = ephemeral::inline(request, target, &capability)?;
             let id = VolumeId::of_name(&inline.new.name);
@@ -106,7 +105,8 @@ impl node_server::Node for NodeService {
             return Err(parse::Error::NoStaging.into());
         }
         let staging_path = parse::path("staging_target_path", request.staging_target_path)?;
-        let publish = Publish { staging_path, target, capability };
+        let access = parse::access(request.readonly);
+        let publish = Publish { staging_path, target, capability, access };
         let work = |claim: Arc<Claim>, node: Node| async move {
             node.serve(&claim).await?;
             node.publish(&claim, &publish).await

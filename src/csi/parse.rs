@@ -6,7 +6,7 @@ use crate::{
         Capability, Form, Group, HostError, HostPath,
         filesystem::{self, Kind, MountFlags},
     },
-    source::{SecretError, Secrets, Source},
+    source::{Access, SecretError, Secrets, Source},
     units::Bytes,
     volume::{
         AccessMode, Content, InvalidName, NewSnapshot, NodeName, ParameterError, Parameters,
@@ -229,11 +229,7 @@ pub(super) fn capabilities(
         return Err(Error::Empty("volume_capabilities"));
     }
     let field = "volume_capabilities";
-    let mode = |one| {
-        form_of(one, publish, field)?;
-        group_of(one, field)?;
-        mode_of(one, field)
-    };
+    let mode = |one| use_of(one, publish, field).map(|used| used.access);
     capabilities.iter().map(mode).collect()
 }
 
@@ -255,9 +251,7 @@ pub(super) fn used(
     capability: &pb::VolumeCapability,
     publish: PublishAs,
 ) -> Result<Capability, Error> {
-    let field = "volume_capability";
-    let (form, access) = (form_of(capability, publish, field)?, mode_of(capability, field)?);
-    Ok(Capability { access, form, group: group_of(capability, field)? })
+    use_of(capability, publish, "volume_capability")
 }
 
 /// The group a volume is given to; a block device has none of its own.
@@ -273,6 +267,27 @@ fn group_of(one: &pb::VolumeCapability, field: &'static str) -> Result<Option<Gr
         }
         Some(AccessType::Mount(_) | AccessType::Block(_)) | None => Ok(None),
     }
+}
+
+/// A file system of ours is for one kernel, which knows nothing of another that writes.
+fn use_of(
+    one: &pb::VolumeCapability,
+    publish: PublishAs,
+    field: &'static str,
+) -> Result<Capability, Error> {
+    let (form, access) = (form_of(one, publish, field)?, mode_of(one, field)?);
+    if access == AccessMode::MultiNodeMultiWriter && matches!(form, Form::Filesystem { .. }) {
+        let value = format!("access mode {} with a file system", access.as_str());
+        let instead = "ext4 and xfs have one writer; several take volumeMode Block, or \
+                       publish: vhost-user, and something on it that keeps them apart";
+        return Err(Error::NotServed { field, value, instead });
+    }
+    Ok(Capability { access, form, group: group_of(one, field)? })
+}
+
+/// What is done with a volume at a target.
+pub(super) fn access(readonly: bool) -> Access {
+    if readonly { Access::Read } else { Access::Write }
 }
 
 /// The vhost-user form is a directory: access type `mount`, whose file system and mount options
@@ -306,14 +321,18 @@ fn mode_of(one: &pb::VolumeCapability, field: &'static str) -> Result<AccessMode
         Ok(Mode::SingleNodeWriter) => Ok(AccessMode::SingleNodeWriter),
         Ok(Mode::SingleNodeSingleWriter) => Ok(AccessMode::SingleNodeSingleWriter),
         Ok(Mode::SingleNodeMultiWriter) => Ok(AccessMode::SingleNodeMultiWriter),
+        Ok(Mode::SingleNodeReaderOnly) => Ok(AccessMode::SingleNodeReaderOnly),
+        Ok(Mode::MultiNodeReaderOnly) => Ok(AccessMode::MultiNodeReaderOnly),
+        Ok(Mode::MultiNodeMultiWriter) => Ok(AccessMode::MultiNodeMultiWriter),
+        Ok(Mode::MultiNodeSingleWriter) => refuse(
+            "access mode MULTI_NODE_SINGLE_WRITER".to_owned(),
+            "nothing here tells its one writer from its readers; use SINGLE_NODE_WRITER, or \
+             MULTI_NODE_READER_ONLY for a copy",
+        ),
         other => {
             let name =
                 other.map_or_else(|_| mode.to_string(), |mode| mode.as_str_name().to_owned());
-            refuse(
-                format!("access mode {name}"),
-                "served are SINGLE_NODE_WRITER, SINGLE_NODE_SINGLE_WRITER and \
-                 SINGLE_NODE_MULTI_WRITER",
-            )
+            refuse(format!("access mode {name}"), "use one of those that CSI names")
         }
     }
 }
@@ -373,12 +392,6 @@ pub(super) fn token(last: impl std::fmt::Display) -> String {
     format!("{TOKEN}{last}")
 }
 
-/// An error where the caller asks for something that a capability we do not have would serve.
-pub(super) fn not_served(field: &'static str, asked: Option<String>) -> Result<(), Error> {
-    let instead = "the capability for it is not advertised";
-    asked.map_or(Ok(()), |value| Err(Error::NotServed { field, value, instead }))
-}
-
 #[cfg(test)]
 mod test {
     use super::*;
@@ -405,12 +418,22 @@ mod test {
 
     #[test]
     fn only_modes_that_are_served_pass() {
-        for mode in [Mode::SingleNodeWriter, Mode::SingleNodeMultiWriter] {
+        for mode in [
+            Mode::SingleNodeWriter,
+            Mode::SingleNodeMultiWriter,
+            Mode::SingleNodeReaderOnly,
+            Mode::MultiNodeReaderOnly,
+            Mode::MultiNodeMultiWriter,
+        ] {
             assert!(capabilities(&[mount(mode)], PublishAs::VhostUser).is_ok());
         }
-        for mode in [Mode::Unknown, Mode::MultiNodeMultiWriter, Mode::SingleNodeReaderOnly] {
+        for (mode, publish) in [
+            (Mode::Unknown, PublishAs::VhostUser),
+            (Mode::MultiNodeSingleWriter, PublishAs::VhostUser),
+            (Mode::MultiNodeMultiWriter, PublishAs::Filesystem),
+        ] {
             let both = [mount(Mode::SingleNodeWriter), mount(mode)];
-            let error = capabilities(&both, PublishAs::VhostUser).unwrap_err();
+            let error = capabilities(&both, publish).unwrap_err();
             assert!(error.to_string().contains(mode.as_str_name()), "{error}");
         }
         let block = pb::VolumeCapability {

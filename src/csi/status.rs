@@ -91,13 +91,17 @@ impl From<node::Error> for Status {
             | node::Error::NotStagedFor { .. }
             | node::Error::StagedElsewhere { .. }
             | node::Error::Published { .. }
+            | node::Error::WritableDevice { .. }
+            | node::Error::OnlyRead { .. }
+            | node::Error::NothingToRead { .. }
             | node::Error::Staged { .. }
             | node::Error::BoundToDaemon { .. }
             | node::Error::ImageOpen(_)
+            | node::Error::EncryptedForReaders { .. }
             | node::Error::NotServed(_) => Code::FailedPrecondition,
-            node::Error::StagedOtherwise { .. } | node::Error::PublishedOtherwise { .. } => {
-                Code::AlreadyExists
-            }
+            node::Error::StagedOtherwise { .. }
+            | node::Error::PublishedOtherwise { .. }
+            | node::Error::PublishedForOther { .. } => Code::AlreadyExists,
             node::Error::NotAt { .. } => Code::NotFound,
             // CSI: the RPC does not carry secrets that are valid for authentication.
             node::Error::Locked { .. } => Code::Unauthenticated,

@@ -5,6 +5,7 @@
 
 use super::form::{Capability, Form, Group};
 use crate::{
+    source::Access,
     store::{self, Version},
     volume::{AccessMode, VolumeId},
 };
@@ -26,6 +27,9 @@ pub(super) struct Attachment {
     pub(super) phase: Phase,
     /// The target paths, each noted before it is mounted and forgotten after it is gone.
     pub(super) targets: Vec<PathBuf>,
+    /// Those of them that only reading was asked for.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    read_only: Vec<PathBuf>,
 }
 
 /// How far the life of an attachment has come. Only `Staged` is at rest.
@@ -43,8 +47,9 @@ pub(super) enum Phase {
 impl Attachment {
     pub(super) fn new(volume: VolumeId, staging_path: PathBuf, capability: Capability) -> Self {
         let Capability { access, form, group } = capability;
-        let (phase, targets) = (Phase::Staging, Vec::new());
-        Self { version: Version, volume, staging_path, access, form, group, phase, targets }
+        let (version, phase) = (Version, Phase::Staging);
+        let (targets, read_only) = (Vec::new(), Vec::new());
+        Self { version, volume, staging_path, access, form, group, phase, targets, read_only }
     }
 
     /// How the volume is used.
@@ -57,10 +62,37 @@ impl Attachment {
         Self { phase, ..self.clone() }
     }
 
+    /// What was asked for at a target.
+    pub(super) fn access_at(&self, target: &Path) -> Access {
+        let is_it = |other: &PathBuf| other == target;
+        if self.read_only.iter().any(is_it) { Access::Read } else { Access::Write }
+    }
+
+    /// Whether whoever is served at this target has a socket of their own, which refuses writes.
+    pub(super) fn has_reader_at(&self, target: &Path) -> bool {
+        let reads = [self.access.access(), self.access_at(target)].contains(&Access::Read);
+        reads && self.form == Form::VhostUser
+    }
+
+    /// Whether it is published where the socket is everybody's, with `disk.img` beside it.
+    pub(super) fn shares_socket(&self) -> bool {
+        self.targets.iter().any(|target| !self.has_reader_at(target))
+    }
+
+    /// Whether its active layer may be replaced under who uses it: the relay holds back one VM, which
+    /// is the only one.
+    pub(super) fn may_move(&self) -> bool {
+        let has_reader = self.targets.iter().any(|target| self.has_reader_at(target));
+        self.form.is_relayed() && self.access.access() == Access::Write && !has_reader
+    }
+
     /// The same attachment with one more target.
-    pub(super) fn with_target(&self, target: &Path) -> Self {
+    pub(super) fn with_target(&self, target: &Path, access: Access) -> Self {
         let mut next = self.without_target(target);
         next.targets.push(target.to_owned());
+        if access == Access::Read {
+            next.read_only.push(target.to_owned());
+        }
         next
     }
 
@@ -68,6 +100,7 @@ impl Attachment {
     pub(super) fn without_target(&self, target: &Path) -> Self {
         let mut next = self.clone();
         next.targets.retain(|other| other != target);
+        next.read_only.retain(|other| other != target);
         next
     }
 

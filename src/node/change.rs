@@ -4,7 +4,8 @@ use super::{Error, Node, Service};
 use crate::{
     blocking::blocking,
     chain::Chain,
-    qsd::Daemon,
+    qsd::{self, Daemon},
+    source::Access,
     units::Bytes,
     volume::{Claim, Outcome, SizeRange, Volume, VolumeId},
 };
@@ -19,6 +20,9 @@ impl Node {
         range: SizeRange,
     ) -> Result<(Volume, Outcome), Error> {
         let id = claim.volume();
+        if !range.accepts(self.volumes.find(id)?.size()) {
+            self.refuse_only_read(id)?;
+        }
         self.interrupt(id).await; // the end of a merge replaces the record of the layer, too
         let (volumes, of) = (self.volumes.clone(), claim.clone());
         let intended = blocking(move || volumes.intend_expansion(&of, range)).await?;
@@ -84,6 +88,7 @@ impl Node {
         size: Bytes,
     ) -> Result<(), Error> {
         let id = claim.volume();
+        self.refuse_only_read(id)?;
         // A file grows in place, and whoever has it open would not survive another daemon.
         if !self.form(id).is_relayed() {
             let grown = daemon.resize(size).await;
@@ -92,7 +97,7 @@ impl Node {
         }
         self.make_way(id, daemon).await?;
         if self.has_guest(id).await {
-            match daemon.resize(size).await {
+            match self.resize(id, daemon, size).await {
                 Ok(()) => {
                     self.settle_image_if_can_be(id).await;
                     return Ok(());
@@ -107,6 +112,37 @@ impl Node {
         let grown = self.grow_image(claim).await;
         self.restart_for_sure(claim).await?;
         grown
+    }
+
+    /// Gives a disk that a guest has another size. No export may be there to which none was ever
+    /// connected, so those of readers without one make way meanwhile.
+    async fn resize(
+        &self,
+        id: &VolumeId,
+        daemon: &Daemon,
+        size: Bytes,
+    ) -> Result<(), qsd::MonitorError> {
+        let readers = self.find(id).map(|one| self.readers(&one.attachment)).unwrap_or_default();
+        let relayed = self.relayed().await;
+        let has_guest = |reader: &&qsd::Reader| {
+            relayed.get(&reader.key).is_some_and(|one| one.front_end.is_some())
+        };
+        let used: Vec<_> = readers.iter().filter(has_guest).cloned().collect();
+        daemon.set_readers(&used).await?;
+        daemon.resize(size).await?;
+        daemon.set_readers(&readers).await
+    }
+
+    /// An error where a volume is staged to be read: its layers are open so.
+    fn refuse_only_read(&self, id: &VolumeId) -> Result<(), Error> {
+        let Some(one) = self.find(id) else { return Ok(()) };
+        match one.attachment.access.access() {
+            Access::Write => Ok(()),
+            Access::Read => {
+                let (volume, is) = (id.clone(), one.attachment.capability());
+                Err(Error::OnlyRead { volume, is })
+            }
+        }
     }
 
     pub(super) async fn has_guest(&self, id: &VolumeId) -> bool {

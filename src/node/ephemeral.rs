@@ -14,7 +14,7 @@ use super::{Capability, Error, HostPath, Node, Publish, Stage};
 use crate::{
     chain::Chain,
     crash,
-    source::Secrets,
+    source::{Access, Secrets},
     volume::{Claim, Lifecycle, NewVolume, Outcome, VolumeId},
 };
 use std::{fs, io, os::unix::fs::DirBuilderExt as _, sync::Arc};
@@ -31,16 +31,24 @@ pub struct Inline {
     pub target: HostPath,
     /// How it will be used.
     pub capability: Capability,
+    /// Whether it may be written to.
+    pub access: Access,
 }
 
 impl Node {
     /// Makes a volume for a pod, and publishes it. What fails leaves nothing of a volume that was
     /// not there before; one that was may be that of a pod which is started again.
     pub async fn publish_inline(&self, claim: Arc<Claim>, inline: Inline) -> Result<(), Error> {
-        let Inline { new, secrets, target, capability } = inline;
+        let Inline { new, secrets, target, capability, access } = inline;
+        let open = Publish {
+            staging_path: self.inline_staging(claim.volume()),
+            target,
+            capability,
+            access,
+        };
         let (_, created) = self.create(claim.clone(), new, secrets.clone()).await?;
         crash::point("ephemeral-created");
-        let published = self.open_inline(&claim, secrets, target, capability).await;
+        let published = self.open_inline(&claim, secrets, open).await;
         if published.is_err()
             && created == Outcome::Done
             && let Err(error) = self.end_inline(claim.clone()).await
@@ -54,21 +62,17 @@ impl Node {
         &self,
         claim: &Claim,
         secrets: Secrets,
-        target: HostPath,
-        capability: Capability,
+        publish: Publish,
     ) -> Result<(), Error> {
-        let staging_path = self.inline_staging(claim.volume());
+        let (staging_path, capability) = (publish.staging_path.clone(), publish.capability.clone());
         let made = fs::DirBuilder::new().mode(0o700).create(staging_path.as_path());
         made.or_else(unless(io::ErrorKind::AlreadyExists))
             .map_err(Error::run(staging_path.as_path()))?;
         let passphrase = None; // none is encrypted
-        let (path, used) = (staging_path.clone(), capability.clone());
-        let stage = Stage { staging_path: path, capability: used, secrets, passphrase };
-        self.stage(claim, stage).await?;
+        self.stage(claim, Stage { staging_path, capability, secrets, passphrase }).await?;
         crash::point("ephemeral-staged");
         self.serve(claim).await?;
-        self.publish(claim, &Publish { staging_path, target, capability }).await?;
-        Ok(())
+        self.publish(claim, &publish).await.map(drop)
     }
 
     /// Takes a volume away from a target, and one that goes with its pod altogether.

@@ -1,7 +1,7 @@
 //! In which form a volume is published: what the consumer finds at the target.
 
 use super::filesystem::{Kind, MountFlags};
-use crate::volume::AccessMode;
+use crate::{source::Access, volume::AccessMode};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -67,6 +67,16 @@ impl fmt::Display for Form {
             Self::VhostUser => out.write_str("vhost-user-blk socket"),
             Self::Block => out.write_str("block device"),
             Self::Filesystem { kind, flags } => write!(out, "{kind} file system{flags}"),
+        }
+    }
+}
+
+impl Capability {
+    /// What it is to whoever uses it.
+    pub fn used(&self) -> String {
+        match self.access.access() {
+            Access::Read => format!("{}, read-only", self.form),
+            Access::Write => self.form.to_string(),
         }
     }
 }

@@ -164,6 +164,11 @@ impl HostPath {
             | MountFlags::NOSUID
             | MountFlags::NODEV
             | MountFlags::NOEXEC;
+        self.remount(flags)
+    }
+
+    /// Changes what may be done through what is mounted here.
+    fn remount(&self, flags: MountFlags) -> Result<(), Error> {
         let protected = mount_remount(&self.path, flags, "");
         protected.map_err(|error| self.io("protecting")(error.into()))
     }

@@ -57,7 +57,7 @@ impl Node {
         }
         let is_shown = daemon.shows_image().await;
         let is_shown = is_shown.map_err(|error| Error::daemon(id)(error.into()))?;
-        let is_published = !one.attachment.targets.is_empty();
+        let is_published = one.attachment.shares_socket();
         let is_free = is_published && !self.has_guest(id).await;
         match (is_free, is_shown) {
             (true, false) => self.show_image(id, &daemon).await,

@@ -153,7 +153,8 @@ impl Node {
         let passphrase = self.passphrase(&self.volumes.find(id)?)?;
         let ready = async {
             let daemon = self.acknowledge_for(id, daemon.clone(), overlay.format).await?;
-            let added = daemon.add_overlay(&overlay, passphrase.as_ref()).await;
+            let access = self.access(id);
+            let added = daemon.add_overlay(&overlay, access, passphrase.as_ref()).await;
             added.map_err(|error| Error::daemon(id)(error.into()))?;
             Ok(daemon)
         };

@@ -20,8 +20,9 @@ use super::{
 use crate::{
     blocking::blocking,
     crash,
-    qsd::{Daemon, Outlet},
-    run::VolumeDir,
+    qsd::{Daemon, Outlet, Writes},
+    run::{Slot, VolumeDir},
+    source,
     units::Bytes,
     volume::{Claim, VolumeId},
 };
@@ -32,7 +33,10 @@ impl Node {
     /// Has whoever uses the volume led to this daemon: VMs by the relay, the kernel by a device.
     pub(super) async fn lead_to(&self, id: &VolumeId, daemon: &Daemon) -> Result<(), Error> {
         match daemon.outlet() {
-            Outlet::Socket(_) => self.relay_to(id, daemon).await,
+            Outlet::Socket(_) => {
+                self.relay_to(id, daemon).await?;
+                self.relay_readers(id, daemon).await
+            }
             Outlet::File(file) => self.open_device(id, file).await,
         }
     }
@@ -49,7 +53,12 @@ impl Node {
             Form::VhostUser | Form::Block => Sectors::Of512,
             Form::Filesystem { .. } => Sectors::Of4096,
         };
-        let attached = LoopDevice::attach(file, Access::Write, sectors).await;
+        // What is written into a file system that is only read goes nowhere but its log needs it.
+        let access = match self.writes(id, Slot::A) {
+            Writes::Refused => Access::Read,
+            Writes::Active | Writes::Scratch(_) => Access::Write,
+        };
+        let attached = LoopDevice::attach(file, access, sectors).await;
         attached.map_err(|source| Error::Device { volume: id.clone(), source })?;
         self.close_forgotten(id, file).await
     }
@@ -119,6 +128,9 @@ impl Node {
             warn!(volume = %id, at = %at.as_path().display(), "mounting it anew");
             filesystem::unmount(&at).await.map_err(Error::filesystem(id))?;
         }
+        if attachment.access.access() == source::Access::Read {
+            return self.mount_to_read(attachment, &device, &at, *kind, flags).await;
+        }
         self.make_filesystem(claim, &device, *kind).await?;
         crash::point("node-stage-made");
         self.mount(id, &device, &at, *kind, flags).await?;
@@ -127,6 +139,36 @@ impl Node {
         }
         crash::point("node-stage-mounted");
         Ok(())
+    }
+
+    /// Mounts what is there, and nothing is made of it, grown, or written to the volume: its log is
+    /// replayed into what ends with the daemon.
+    async fn mount_to_read(
+        &self,
+        attachment: &Attachment,
+        device: &LoopDevice,
+        at: &HostPath,
+        kind: Kind,
+        flags: &MountFlags,
+    ) -> Result<(), Error> {
+        let id = &attachment.volume;
+        let failed = || Error::filesystem(id);
+        let contents = filesystem::probe(device).await.map_err(failed())?;
+        match contents {
+            _ if self.volumes.find(id)?.is_being_formatted() => {}
+            Contents::FileSystem(found) if found == kind => {
+                filesystem::check(device, kind).await.map_err(failed())?;
+                let mounted = filesystem::mount(device, at, kind, flags, Access::Read).await;
+                return mounted.map(drop).map_err(failed());
+            }
+            Contents::Nothing => {}
+            Contents::FileSystem(_) | Contents::Foreign(_) => {
+                let occupied = filesystem::Error::Occupied { device: device.path(), contents };
+                return Err(failed()(occupied));
+            }
+        }
+        let (volume, mode) = (id.clone(), attachment.access.as_str());
+        Err(Error::NothingToRead { volume, kind, mode })
     }
 
     async fn make_filesystem(
@@ -206,6 +248,9 @@ impl Node {
     pub(super) async fn grow_filesystem(&self, id: &VolumeId) -> Result<(), Error> {
         let Some(attachment) = self.find(id).map(|one| one.attachment) else { return Ok(()) };
         let Form::Filesystem { kind, .. } = attachment.form else { return Ok(()) };
+        if attachment.access.access() == source::Access::Read {
+            return Ok(());
+        }
         let device = self.device(id).await?;
         let at = HostPath::noted(attachment.staging_path);
         filesystem::grow(&at, &device, kind).await.map_err(Error::filesystem(id))
@@ -231,7 +276,10 @@ impl Node {
         let target = target.clone();
         match attachment.form {
             Form::VhostUser => {
-                let (source, key) = (self.dir(&id).export(), id.run_key());
+                if attachment.has_reader_at(target.as_path()) {
+                    self.open_readers(attachment).await?;
+                }
+                let (source, key) = self.shared_at(attachment, target.as_path());
                 Ok(blocking(move || target.bind(&source, &key)).await?)
             }
             Form::Block => {
@@ -243,8 +291,10 @@ impl Node {
             }
             Form::Filesystem { .. } => {
                 let number = self.device(&id).await?.device_number();
-                let staged = attachment.staging_path.clone();
-                Ok(blocking(move || target.bind_filesystem(&staged, number, whose)).await?)
+                let (staged, access) =
+                    (attachment.staging_path.clone(), attachment.access_at(target.as_path()));
+                let bind = move || target.bind_filesystem(&staged, number, whose, access);
+                Ok(blocking(bind).await?)
             }
         }
     }
@@ -258,7 +308,10 @@ impl Node {
     ) -> Result<(), Error> {
         let (target, key) = (target.clone(), id.run_key());
         match form {
-            Form::VhostUser => Ok(blocking(move || target.unbind(&key)).await?),
+            Form::VhostUser => {
+                let key = self.shown_at(id, &target).await?;
+                Ok(blocking(move || target.unbind(&key)).await?)
+            }
             Form::Block => Ok(blocking(move || target.unbind_device()).await?),
             Form::Filesystem { .. } => {
                 filesystem::unmount(&target).await.map_err(Error::filesystem(id))?;
@@ -273,7 +326,7 @@ impl Node {
         attachment: &Attachment,
         target: HostPath,
     ) -> Result<bool, Error> {
-        let key = attachment.volume.run_key();
+        let (_, key) = self.shared_at(attachment, target.as_path());
         match attachment.form {
             Form::VhostUser => Ok(blocking(move || target.shows(&key)).await?),
             Form::Block | Form::Filesystem { .. } => {

@@ -7,10 +7,12 @@ use super::{
 };
 use crate::{
     blocking::blocking,
+    chain::Chain,
     crash,
-    volume::{AccessMode, Claim, Outcome, VolumeId},
+    source::Access,
+    volume::{Claim, Outcome, VolumeId},
 };
-use tracing::info;
+use tracing::{info, warn};
 
 /// How a volume is to be published.
 #[derive(Clone, Debug)]
@@ -21,6 +23,8 @@ pub struct Publish {
     pub target: HostPath,
     /// How it will be used.
     pub capability: Capability,
+    /// What will be done with it there.
+    pub access: Access,
 }
 
 impl Node {
@@ -42,21 +46,33 @@ impl Node {
             _ if known && is != asked => {
                 return Err(Error::PublishedOtherwise { volume, is, asked });
             }
-            Some(other) if !known && asked.access != AccessMode::SingleNodeMultiWriter => {
+            _ if known && attachment.access_at(target) != publish.access => {
+                let (target, asked) = (target.to_owned(), publish.access);
+                return Err(Error::PublishedForOther { volume, target, asked });
+            }
+            Some(other) if !known && !asked.access.is_for_several() => {
                 return Err(Error::Published { volume, target: other.clone() });
             }
             _ if is != asked => return Err(Error::NotStagedFor { volume, is, asked }),
             Some(_) | None => {}
         }
+        let writes = is.access.access() == Access::Write;
+        if is.form == Form::Block && writes && publish.access == Access::Read {
+            return Err(Error::WritableDevice { volume, is });
+        }
+        let intended = attachment.with_target(target, publish.access);
         let whose = if known { Target::Noted } else { Target::New };
-        self.note(attachment.with_target(target))?;
+        self.note(intended.clone())?;
         crash::point("node-publish-intent");
         let bound = async {
             self.settle_image(id).await?;
-            self.bind(&attachment, &publish.target, whose).await
+            self.bind(&intended, &publish.target, whose).await
         };
         let bound = bound.await;
         if bound.is_err() && !known {
+            if let Err(error) = self.close_reader(id, target).await {
+                warn!(volume = %id, error = %Chain(&error), "taking back a publishing");
+            }
             // Nothing of ours is there: the target is somebody else's.
             self.forget_target(claim, &publish.target)?;
             self.leave_image(id);
@@ -85,6 +101,7 @@ impl Node {
             Err(error) => return Err(error),
         };
         crash::point("node-unpublish-removed");
+        self.close_reader(id, target.as_path()).await?;
         let forgotten = self.forget_target(claim, target)?;
         self.leave_image(id);
         obstacle.map_or(Ok(forgotten), |error| Err(error.into()))

@@ -123,6 +123,9 @@ impl Node {
         key: &RunKey,
         running: &HashMap<DaemonKey, i32>,
     ) -> Result<(), Error> {
+        if self.settle_reader(key).await? {
+            return Ok(());
+        }
         let dir = self.config.run.volume(key);
         let attachment = store::load::<Attachment>(&dir.attachment())
             .map_err(|source| Error::Attachment { key: key.clone(), source })?;

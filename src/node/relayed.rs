@@ -84,7 +84,7 @@ impl Node {
             let attached = self.attached();
             let daemon = |(id, one): (&VolumeId, &super::Attached)| match &one.service {
                 Service::Up(daemon) if one.attachment.form.is_relayed() => {
-                    Some((id.clone(), daemon.clone()))
+                    Some((id.clone(), daemon.clone(), self.relay_keys(&one.attachment)))
                 }
                 Service::Up(_) | Service::Down { .. } => None,
             };
@@ -94,22 +94,22 @@ impl Node {
             return;
         }
         let relayed = self.relayed().await;
-        for (id, daemon) in served {
-            match relayed.get(&id.run_key()) {
-                None => self.relay_again(&id, &daemon).await,
-                Some(one) => {
-                    self.follow_guest(&id, one.front_end.is_some()).await;
-                    if one.front_end.as_ref().is_some_and(|front| front.deaf) {
-                        self.end_deaf(&id, &daemon).await;
-                    }
-                }
+        for (id, daemon, keys) in served {
+            let front = |key: &RunKey| relayed.get(key).and_then(|one| one.front_end.as_ref());
+            if !keys.iter().all(|key| relayed.contains_key(key)) {
+                self.relay_again(&id, &daemon).await;
+                continue;
+            }
+            self.follow_guest(&id, front(&id.run_key()).is_some()).await;
+            if keys.iter().any(|key| front(key).is_some_and(|front| front.deaf)) {
+                self.end_deaf(&id, &daemon).await;
             }
         }
     }
 
     /// A VM that has come closes `disk.img`, and opens it as it goes.
     async fn follow_guest(&self, id: &VolumeId, has_guest: bool) {
-        let is_published = self.find(id).is_some_and(|one| !one.attachment.targets.is_empty());
+        let is_published = self.find(id).is_some_and(|one| one.attachment.shares_socket());
         let is_settled = match self.image(id) {
             Image::Hidden | Image::Closed => has_guest,
             Image::Shown => !has_guest,
@@ -129,7 +129,7 @@ impl Node {
         if !self.find(id).is_some_and(is_served) {
             return;
         }
-        match self.relay_to(id, daemon).await {
+        match self.lead_to(id, daemon).await {
             Ok(()) => info!(volume = %id, "relayed again"),
             Err(error) => error!(volume = %id, error = %Chain(&error), "not relayed"),
         }

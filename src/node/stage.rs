@@ -1,7 +1,7 @@
 //! Staging: the daemon of a volume is started, its export opened, and ended again.
 
 use super::{
-    Attached, Capability, Error, HostPath, Node, Service,
+    Attached, Capability, Error, Form, HostPath, Node, Service,
     attachment::{Attachment, Phase},
 };
 use crate::{
@@ -10,7 +10,7 @@ use crate::{
     crash,
     qsd::{self, Daemon},
     run::{DaemonKey, Slot},
-    source::Secrets,
+    source::{Access, Secrets},
     store,
     volume::{Claim, Outcome, Passphrase, VolumeId},
 };
@@ -74,6 +74,14 @@ impl Node {
 
     async fn stage_afresh(&self, claim: &Claim, stage: &Stage) -> Result<(), Error> {
         let id = claim.volume();
+        let Capability { access, form, .. } = &stage.capability;
+        if self.volumes.find(id)?.is_encrypted()
+            && matches!(form, Form::Filesystem { .. })
+            && access.access() == Access::Read
+        {
+            let (volume, access) = (id.clone(), access.as_str());
+            return Err(Error::EncryptedForReaders { volume, access });
+        }
         let dir = self.dir(id);
         // Of an attachment that nobody knows any more or that was to end: its directory may still
         // be published, so it stays, and what runs there is taken over or ended.
@@ -170,6 +178,7 @@ impl Node {
                 self.unmount_staged(&attachment).await?;
             }
             self.lead_no_more(id).await?;
+            self.clear_readers(id).await?;
             for slot in Slot::ALL {
                 let key = DaemonKey { volume: id.run_key(), slot };
                 self.supervisor.kill(&key).await?;

@@ -98,7 +98,7 @@ impl Node {
         let Some(one) = attached.get(id) else { return Use::Unattached };
         match &one.service {
             Service::Up(_) if matches!(one.image, Image::Shown | Image::Contested) => Use::Shown,
-            Service::Up(_) if one.attachment.form.is_relayed() => Use::Served,
+            Service::Up(_) if one.attachment.may_move() => Use::Served,
             Service::Up(_) => Use::Bound,
             Service::Down { .. } => Use::Unserved,
         }

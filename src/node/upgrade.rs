@@ -68,7 +68,9 @@ impl Node {
         }
         self.make_way(id, &old).await?;
         let is_alone = |active: &Layer| active.format == Format::Qcow2 || active.master().is_some();
-        if launch.layers.first().is_some_and(is_alone) {
+        // Only one VM can be moved without an end of its daemon.
+        let is_shared = !self.find(id).is_some_and(|one| one.attachment.may_move());
+        if is_shared || launch.layers.first().is_some_and(is_alone) {
             return self.replace_by_newest(claim, &old).await;
         }
         self.end_other(&serving, &self.running().await?).await?;

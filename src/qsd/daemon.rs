@@ -11,14 +11,16 @@
 
 use super::{
     Command, Durability, Jobs, Monitor, Outlet, encryption,
-    graph::{self, Plan, Reads, Remote, Sharing},
+    graph::{self, Plan, Reader, Reads, Remote, Sharing, Writes},
     master::{self, Bottom, Credentials, Master},
     monitor::{self, HANDSHAKE},
     program::Version,
 };
 use crate::{
     chain::Chain,
+    qcow2,
     run::{self, DaemonDir, DaemonKey},
+    source::Access,
     supervisor::{self, Spawn, State},
     units::Bytes,
     volume::{Layer, Passphrase, Throttle},
@@ -26,7 +28,8 @@ use crate::{
 use serde_json::{Value, json};
 use std::{
     collections::BTreeSet,
-    io,
+    fs, io,
+    os::unix::fs::OpenOptionsExt as _,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -109,6 +112,10 @@ pub struct Launch {
     pub throttle: Throttle,
     /// When writes are acknowledged.
     pub durability: Durability,
+    /// Where they go.
+    pub writes: Writes,
+    /// Who reads the volume through an export of their own.
+    pub readers: Vec<Reader>,
     /// The daemon to take over from, which serves until then.
     pub beside: Option<DaemonKey>,
 }
@@ -194,7 +201,7 @@ impl Workshop {
         credentials: Option<&Credentials>,
         supervisor: &supervisor::Client,
     ) -> Result<Daemon, Error> {
-        let bottom = credentials.and_then(|one| Bottom::of(layers, one));
+        let bottom = credentials.and_then(|one| Bottom::of(layers, one, Access::Write));
         let master = if bottom.is_some() { Remote::Open } else { Remote::Barred };
         let start = self.begin(bottom, graph::workshop(layers, master));
         let (monitor, pid, version) = start.run(supervisor).await?;
@@ -233,12 +240,18 @@ impl Launch {
             let place = |source| Error::Place { path: file.clone(), source };
             run::make_mount_point(file).map_err(place)?;
         }
+        if let Writes::Scratch(file) = &self.writes {
+            let place = |source| Error::Place { path: file.clone(), source };
+            self.make_scratch(file).map_err(place)?;
+        }
         let plan = Plan {
             layers: &self.layers,
             reads: self.reads,
             throttle: &self.throttle,
             outlet: &self.outlet,
             durability: self.durability,
+            writes: &self.writes,
+            readers: &self.readers,
             sharing: if self.beside.is_some() { Sharing::Handover } else { Sharing::Alone },
         };
         let start = Start {
@@ -247,13 +260,20 @@ impl Launch {
             dir: &self.dir,
             exclusive: &self.exclusive,
             beside: self.beside.as_ref(),
-            bottom: Bottom::of(&self.layers, &self.credentials),
+            bottom: Bottom::of(&self.layers, &self.credentials, self.writes.access()),
             passphrase: self.passphrase.as_ref(),
             exports_file: matches!(self.outlet, Outlet::File(_)),
             commands: graph::commands(plan),
         };
         let (monitor, pid, version) = start.run(supervisor).await?;
         Ok(self.daemon(monitor, pid, version))
+    }
+
+    /// What an earlier daemon wrote is worth nothing.
+    fn make_scratch(&self, file: &Path) -> io::Result<()> {
+        let mut options = fs::OpenOptions::new();
+        let image = options.write(true).create(true).truncate(true).mode(0o600).open(file)?;
+        qcow2::create(&image, self.layers.first().map_or(Bytes::ZERO, |active| active.size))
     }
 
     fn daemon(&self, monitor: Monitor, pid: i32, version: Version) -> Daemon {
@@ -302,12 +322,13 @@ impl Launch {
         if stack != own || !besides.is_empty() {
             return outdated("has other layers");
         }
-        let mut main = exports.iter().filter(|export| export["id"] != graph::IMAGE);
-        if main.next().is_none_or(|one| one["id"] != self.outlet.export(self.durability))
-            || main.next().is_some()
-        {
+        let ids = exports.iter().filter_map(|export| export["id"].as_str());
+        let is_main = |id: &&str| *id != graph::IMAGE && !id.starts_with(Reader::EXPORT);
+        let main: Vec<_> = ids.filter(is_main).collect();
+        if main != [self.outlet.export(self.durability, &self.writes)] {
             return outdated("has other exports");
         }
+        daemon.set_readers(&self.readers).await?;
         daemon.freeze_below(&self.layers).await?;
         daemon.set_throttle(&self.throttle).await?;
         Ok(daemon)

@@ -6,7 +6,9 @@
 //!                                                                                file                    file
 //! ```
 //!
-//! A remote master is the lowest layer, and opened before (`Master`).
+//! A remote master is the lowest layer, and opened before (`Master`). Where nothing may be written,
+//! all is open read-only, and so is the export; or what is written goes into an image above the active
+//! layer that ends with the daemon (`Writes`).
 //!
 //! A vhost-user-blk export is the relay's: VMs connect to that, not to the daemon. Beside it, a
 //! `disk.img` can be shown and hidden again:
@@ -28,7 +30,7 @@
 use super::{Command, encryption, master::FORMAT_NODE};
 use crate::{
     source::Access,
-    volume::{Encryption, Format, Layer, Throttle},
+    volume::{Encryption, Format, Layer, RunKey, Throttle},
 };
 use serde_json::{Map, Value, json};
 use std::{
@@ -41,6 +43,12 @@ pub(super) const TOP: &str = "top";
 
 /// The filter that keeps what was read once.
 const COPY_ON_READ: &str = "cor";
+
+/// The image that takes what is written where every layer is to stay as it is.
+const SCRATCH: &str = "scratch";
+
+/// All that is below that image: a filter without a limit.
+const WHOLE: &str = "whole";
 
 /// What the name of every layer's node begins with.
 const LAYER: char = 'L';
@@ -71,6 +79,10 @@ pub(super) struct Plan<'a> {
     pub(super) outlet: &'a Outlet,
     /// When a write is acknowledged.
     pub(super) durability: Durability,
+    /// Where it goes.
+    pub(super) writes: &'a Writes,
+    /// Who reads it through an export of their own.
+    pub(super) readers: &'a [Reader],
     /// Who else may have the layers open.
     pub(super) sharing: Sharing,
 }
@@ -86,11 +98,54 @@ pub enum Outlet {
 
 impl Outlet {
     /// The id of the export.
-    pub(super) fn export(&self, durability: Durability) -> &'static str {
-        match self {
-            Self::Socket(_) => durability.export(),
-            Self::File(_) => FILE,
+    pub(super) fn export(&self, durability: Durability, writes: &Writes) -> &'static str {
+        match (self, writes) {
+            (Self::Socket(_), Writes::Active | Writes::Scratch(_)) => durability.export(),
+            (Self::Socket(_), Writes::Refused) => "vu-ro",
+            (Self::File(_), Writes::Active) => FILE,
+            (Self::File(_), Writes::Scratch(_)) => "file-scratch",
+            (Self::File(_), Writes::Refused) => "file-ro",
         }
+    }
+}
+
+/// Where what is written to a volume goes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Writes {
+    /// Into its active layer.
+    Active,
+    /// Into an image at this path that ends with the daemon: every layer stays as it is.
+    Scratch(PathBuf),
+    /// Nowhere: they are refused.
+    Refused,
+}
+
+impl Writes {
+    /// What is done with the active layer.
+    pub(super) fn access(&self) -> Access {
+        match self {
+            Self::Active => Access::Write,
+            Self::Scratch(_) | Self::Refused => Access::Read,
+        }
+    }
+}
+
+/// One of several who read a volume at the same time: a vhost-user-blk socket serves one VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reader {
+    /// Which.
+    pub key: RunKey,
+    /// The socket of the export for it.
+    pub socket: PathBuf,
+}
+
+impl Reader {
+    /// What the id of every export begins with that is a reader's.
+    pub(super) const EXPORT: &str = "reader-";
+
+    /// The id of the export.
+    pub(super) fn export(&self) -> String {
+        format!("{}{}", Self::EXPORT, self.key)
     }
 }
 
@@ -145,34 +200,58 @@ pub(super) enum Remote {
 
 /// The commands that build the graph and export it.
 pub(super) fn commands(plan: Plan<'_>) -> Vec<Command> {
-    let mut commands = stack(plan.layers, plan.reads, plan.throttle, plan.sharing);
-    let arguments = match plan.outlet {
+    let mut commands = stack(plan.layers, plan.reads, plan.throttle, plan.sharing, plan.writes);
+    let mut arguments = match plan.outlet {
         Outlet::Socket(socket) => export(socket, plan.durability),
         Outlet::File(file) => file_export(file, plan.durability),
     };
+    arguments["id"] = plan.outlet.export(plan.durability, plan.writes).into();
+    arguments["writable"] = (*plan.writes != Writes::Refused).into();
     commands.push(Command::new("block-export-add", arguments));
+    commands.extend(plan.readers.iter().map(reader_export));
     commands
+}
+
+/// Opens an export that refuses writes (`VIRTIO_BLK_F_RO`), whatever others there are.
+pub(super) fn reader_export(reader: &Reader) -> Command {
+    let mut arguments = export(&reader.socket, Durability::OnFlush);
+    arguments["id"] = reader.export().into();
+    arguments["writable"] = false.into();
+    Command::new("block-export-add", arguments)
 }
 
 /// The commands that build the graph of layers that nobody has open, for work on them.
 pub(super) fn workshop(layers: &[Layer], master: Remote) -> Vec<Command> {
     let bottom = layers.last().filter(|layer| layer.master().is_some() && master == Remote::Barred);
     let barred = bottom.map(|layer| node(barred_node(layer)));
-    let stack = stack(layers, Reads::Pass, &Throttle::default(), Sharing::Alone);
+    let writes = &Writes::Active;
+    let stack = stack(layers, Reads::Pass, &Throttle::default(), Sharing::Alone, writes);
     barred.into_iter().chain(stack).collect()
 }
 
-fn stack(layers: &[Layer], reads: Reads, throttle: &Throttle, sharing: Sharing) -> Vec<Command> {
+fn stack(
+    layers: &[Layer],
+    reads: Reads,
+    throttle: &Throttle,
+    sharing: Sharing,
+    writes: &Writes,
+) -> Vec<Command> {
     let limits = limits(throttle);
     let mut commands =
         vec![object(json!({ "qom-type": "throttle-group", "id": THROTTLE, "limits": limits }))];
     let mut below: Option<String> = None;
     for (height, layer) in layers.iter().enumerate().rev() {
-        let access = if height == 0 { Access::Write } else { Access::Read };
+        let access = if height == 0 { writes.access() } else { Access::Read };
         commands.extend(layer_node(layer, below.as_deref(), access, sharing).map(node));
         below = Some(layer.file.node_name());
     }
-    if reads == Reads::Copy && layers.len() > 1 {
+    if let Writes::Scratch(file) = writes {
+        commands.push(object(json!({ "qom-type": "throttle-group", "id": WHOLE })));
+        commands.extend(scratch_nodes(file, below.as_deref()).map(node));
+        below = Some(SCRATCH.to_owned());
+    }
+    // What was read is not kept where nothing may be.
+    if reads == Reads::Copy && layers.len() > 1 && writes.access() == Access::Write {
         commands.push(node(json!({
             "driver": "copy-on-read",
             "node-name": COPY_ON_READ,
@@ -186,6 +265,7 @@ fn stack(layers: &[Layer], reads: Reads, throttle: &Throttle, sharing: Sharing) 
         "node-name": TOP,
         "throttle-group": THROTTLE,
         "discard": "unmap", // or the filter would swallow it
+        "read-only": *writes == Writes::Refused,
         "file": below,
     })));
     commands
@@ -214,8 +294,8 @@ fn limits(throttle: &Throttle) -> Value {
 }
 
 /// Adds a layer that is to be put onto another.
-pub(super) fn add_overlay(overlay: &Layer) -> Command {
-    let arguments = layer_node(overlay, None, Access::Write, Sharing::Alone);
+pub(super) fn add_overlay(overlay: &Layer, access: Access) -> Command {
+    let arguments = layer_node(overlay, None, access, Sharing::Alone);
     let mut arguments = arguments.expect("an overlay is a file of ours");
     // Without this the header would be asked (facts/qsd.md section 4).
     arguments["backing"] = Value::Null;
@@ -282,13 +362,14 @@ pub(super) fn layers_of(graph: &Value) -> (Vec<String>, BTreeSet<String>) {
         .filter_map(|node| Some((node["id"].as_u64()?, node["name"].as_str()?)))
         .collect();
     let below = |parent: u64| {
-        // A filter has what it filters as its file, or as its backing where a job put it in.
-        let is_filter = !names[&parent].starts_with(LAYER);
-        let is_below = |edge: &&Value| {
-            edge["parent"] == parent
-                && (edge["name"] == "backing" || (is_filter && edge["name"] == "file"))
+        let child = |name: &str| {
+            let is_it = |edge: &&Value| edge["parent"] == parent && edge["name"] == name;
+            list("edges").find(is_it)?["child"].as_u64().filter(|child| names.contains_key(child))
         };
-        list("edges").find(is_below)?["child"].as_u64().filter(|child| names.contains_key(child))
+        // A filter has what it filters as its file, or as its backing where a job put it in; an image
+        // for what is written has both.
+        let is_filter = !names[&parent].starts_with(LAYER);
+        child("backing").or_else(|| child("file").filter(|_| is_filter))
     };
     let top = names.iter().find(|(_, name)| **name == TOP).map(|(id, _)| *id);
     let all = std::iter::successors(top, |node| below(*node)).map(|node| names[&node].to_owned());
@@ -335,6 +416,34 @@ fn layer_node(
         node["encrypt"] = encryption::options();
     }
     Some(node)
+}
+
+/// It is worth nothing once the daemon has ended, so nothing of it is made durable.
+///
+/// Right below an image with a backing no overlay can be put in ("node is used as backing hd"), so a
+/// filter that lets all pass is there.
+fn scratch_nodes(file: &Path, below: Option<&str>) -> [Value; 2] {
+    let whole = json!({
+        "driver": "throttle",
+        "node-name": WHOLE,
+        "throttle-group": WHOLE,
+        "read-only": true,
+        "file": below,
+    });
+    let image = json!({
+        "driver": "qcow2",
+        "node-name": SCRATCH,
+        "discard": "unmap",
+        "cache": { "no-flush": true },
+        "file": {
+            "driver": "file",
+            "filename": file,
+            "discard": "unmap",
+            "cache": { "no-flush": true },
+        },
+        "backing": WHOLE,
+    });
+    [whole, image]
 }
 
 fn barred_node(layer: &Layer) -> Value {
@@ -428,7 +537,45 @@ mod test {
     fn built(layers: &[Layer], reads: Reads, durability: Durability) -> Vec<Command> {
         let (sharing, outlet) = (Sharing::Alone, &Outlet::Socket("/run/back.sock".into()));
         let throttle = &Throttle::default();
-        commands(Plan { layers, reads, throttle, outlet, durability, sharing })
+        let (writes, readers) = (&Writes::Active, &[]);
+        commands(Plan { layers, reads, throttle, outlet, durability, writes, readers, sharing })
+    }
+
+    #[test]
+    fn no_layer_is_written_where_nothing_may_be() {
+        let layers = [layer(Format::Qcow2), layer(Format::Raw)];
+        let active = layers[0].file.node_name();
+        let key: RunKey = "0123456789abcdef0123456789abcdef".parse().unwrap();
+        let (throttle, outlet) = (&Throttle::default(), &Outlet::File("/run/disk.0".into()));
+        for writes in [Writes::Refused, Writes::Scratch("/run/scratch.qcow2".into())] {
+            let plan = Plan {
+                layers: &layers,
+                reads: Reads::Copy,
+                throttle,
+                outlet,
+                durability: Durability::OnFlush,
+                writes: &writes,
+                readers: &[Reader { key: key.clone(), socket: "/run/back.sock".into() }],
+                sharing: Sharing::Alone,
+            };
+            let commands = commands(plan);
+            let added = |name: &str| {
+                let all = commands.iter().filter(|command| command.name == name);
+                all.map(|command| command.arguments.clone()).collect::<Vec<_>>()
+            };
+            let (nodes, exports) = (added("blockdev-add"), added("block-export-add"));
+            let is_layer = |node: &&Value| node["node-name"].as_str().unwrap().starts_with(LAYER);
+            assert!(nodes.iter().filter(is_layer).all(|node| node["read-only"] == true));
+            let (below, refuses) = match writes {
+                Writes::Refused => (active.as_str(), true),
+                Writes::Scratch(_) | Writes::Active => (SCRATCH, false),
+            };
+            let top = nodes.last().unwrap();
+            assert_eq!((&top["file"], &top["read-only"]), (&below.into(), &refuses.into()));
+            assert_eq!(exports[0]["writable"], !refuses);
+            assert_eq!(exports[1]["writable"], false);
+            assert_eq!(exports[1]["id"], format!("reader-{key}"));
+        }
     }
 
     #[test]
@@ -471,7 +618,7 @@ mod test {
 
     #[test]
     fn an_overlay_is_added_without_asking_its_header() {
-        let overlay = add_overlay(&layer(Format::Qcow2));
+        let overlay = add_overlay(&layer(Format::Qcow2), Access::Write);
         assert_eq!(overlay.arguments.get("backing"), Some(&Value::Null));
     }
 
@@ -509,6 +656,9 @@ mod test {
         edges.push(edge(4, "backing", 5));
         assert_eq!(layers(&edges), (vec!["L1".to_owned(), "L0".to_owned()], set(&["L2"])));
         assert_eq!(layers_of(&json!({})), (vec![], set(&[])));
+        edges[2] = edge(2, "file", 6); // as with an image for what is written
+        edges.push(edge(2, "backing", 3));
+        assert_eq!(layers(&edges), (vec!["L1".to_owned(), "L0".to_owned()], set(&["L2"])));
     }
 
     #[test]

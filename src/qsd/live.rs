@@ -72,13 +72,14 @@ impl Daemon {
     pub async fn add_overlay(
         &self,
         overlay: &Layer,
+        access: Access,
         passphrase: Option<&Passphrase>,
     ) -> Result<(), Error> {
         let Some(passphrase) = passphrase else {
-            return self.execute(graph::add_overlay(overlay)).await.map(drop);
+            return self.execute(graph::add_overlay(overlay, access)).await.map(drop);
         };
         encryption::tell(self.monitor(), passphrase).await?;
-        let added = self.execute(graph::add_overlay(overlay)).await;
+        let added = self.execute(graph::add_overlay(overlay, access)).await;
         encryption::forget(self.monitor()).await?;
         added.map(drop)
     }
@@ -199,7 +200,7 @@ impl Daemon {
         Ok(exports.as_array().is_some_and(|all| all.iter().any(|export| export["id"] == id)))
     }
 
-    async fn end_export(&self, id: &str) -> Result<(), Error> {
+    pub(super) async fn end_export(&self, id: &str) -> Result<(), Error> {
         let arguments = json!({ "id": id, "mode": "hard" });
         self.execute(Command::new("block-export-del", arguments)).await?;
         let deadline = Instant::now() + FAREWELL;

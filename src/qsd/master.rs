@@ -123,14 +123,14 @@ struct Keys {
 }
 
 impl Bottom {
-    /// The master at the bottom of these layers, if there is one. It is written where it is the
-    /// active layer, too.
-    pub(super) fn of(layers: &[Layer], credentials: &Credentials) -> Option<Self> {
+    /// The master at the bottom of these layers, if there is one. Where it is the active layer, too,
+    /// that is done with it which is done with that.
+    pub(super) fn of(layers: &[Layer], credentials: &Credentials, active: Access) -> Option<Self> {
         let layer = layers.last()?;
         let master = Master {
             source: layer.master()?.source.clone(),
             format: layer.format,
-            access: if layers.len() == 1 { Access::Write } else { Access::Read },
+            access: if layers.len() == 1 { active } else { Access::Read },
             credentials: credentials.clone(),
         };
         Some(Self { master, name: layer.file.node_name(), size: layer.size })

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
-use std::{fmt, str::FromStr};
+use std::{fmt, path::Path, str::FromStr};
 
 /// What is wrong with a name, and with which.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -98,6 +98,13 @@ name! {
 impl RunKey {
     /// Its characters.
     pub const LENGTH: usize = 32;
+
+    /// The name of the run directory of who reads a volume at this target, beside others: no id
+    /// has a NUL byte in it.
+    pub(crate) fn of_reader(volume: &VolumeId, target: &Path) -> Self {
+        let target = target.display();
+        Self(hex_digest(&format!("{volume}\0{target}"), Self::LENGTH))
+    }
 
     /// A key of no volume, used nowhere before.
     pub(crate) fn draw() -> Self {

@@ -346,6 +346,12 @@ pub enum AccessMode {
     /// One node, several workloads: published at several targets, as hot-plugging needs
     /// (facts/csi.md section 1).
     SingleNodeMultiWriter,
+    /// One node, read-only; published at one target.
+    SingleNodeReaderOnly,
+    /// Read-only, at any number of targets.
+    MultiNodeReaderOnly,
+    /// Writable, at any number of targets, whose users keep apart among themselves.
+    MultiNodeMultiWriter,
 }
 
 impl AccessMode {
@@ -355,6 +361,32 @@ impl AccessMode {
             Self::SingleNodeWriter => "SINGLE_NODE_WRITER",
             Self::SingleNodeSingleWriter => "SINGLE_NODE_SINGLE_WRITER",
             Self::SingleNodeMultiWriter => "SINGLE_NODE_MULTI_WRITER",
+            Self::SingleNodeReaderOnly => "SINGLE_NODE_READER_ONLY",
+            Self::MultiNodeReaderOnly => "MULTI_NODE_READER_ONLY",
+            Self::MultiNodeMultiWriter => "MULTI_NODE_MULTI_WRITER",
+        }
+    }
+
+    /// What is done with a volume.
+    pub fn access(self) -> Access {
+        match self {
+            Self::SingleNodeWriter
+            | Self::SingleNodeSingleWriter
+            | Self::SingleNodeMultiWriter
+            | Self::MultiNodeMultiWriter => Access::Write,
+            Self::SingleNodeReaderOnly | Self::MultiNodeReaderOnly => Access::Read,
+        }
+    }
+
+    /// Whether a node may publish it at several targets (CSI spec, `NodePublishVolume`).
+    pub fn is_for_several(self) -> bool {
+        match self {
+            Self::SingleNodeMultiWriter
+            | Self::MultiNodeReaderOnly
+            | Self::MultiNodeMultiWriter => true,
+            Self::SingleNodeWriter | Self::SingleNodeSingleWriter | Self::SingleNodeReaderOnly => {
+                false
+            }
         }
     }
 }

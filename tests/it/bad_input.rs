@@ -52,6 +52,8 @@ async fn create_volume() {
         }))];
         request
     };
+    let mut shared_file_system = parameter("publish", "filesystem");
+    shared_file_system.volume_capabilities = vec![mount(Mode::MultiNodeMultiWriter)];
     let elsewhere = pb::TopologyRequirement {
         requisite: vec![pb::Topology {
             segments: HashMap::from([(qsd_csi::csi::TOPOLOGY.into(), "node-2".into())]),
@@ -96,8 +98,8 @@ async fn create_volume() {
         (range(i64::MAX, 0), OutOfRange, &["9223372036854775807"]),
         (range(1 << 60, 0), OutOfRange, &["1152921504606846976"]),
         (range(more_than_free, 0), ResourceExhausted, &full),
-        (capability(mount(Mode::MultiNodeMultiWriter)), InvalidArgument, &["MULTI_NODE_MULTI"]),
-        (capability(mount(Mode::SingleNodeReaderOnly)), InvalidArgument, &["READER_ONLY"]),
+        (capability(mount(Mode::MultiNodeSingleWriter)), InvalidArgument, &["MULTI_NODE_SINGLE"]),
+        (shared_file_system, InvalidArgument, &["volume_capabilities", "MULTI_NODE_MULTI_WRITER"]),
         (capability(mount(Mode::Unknown)), InvalidArgument, &["volume_capabilities", "UNKNOWN"]),
         (capability(of_no_type), InvalidArgument, &["volume_capabilities", "no access type"]),
         (capability(of_type(AccessType::Mount(flags))), InvalidArgument, &["noatime"]),
@@ -374,7 +376,8 @@ async fn empty_fields_are_named() {
     let request = pb::NodePublishVolumeRequest { volume_capability: None, ..publish() };
     assert_refused(node.node_publish_volume(request).await, invalid, &["volume_capability"]);
     let request = pb::NodePublishVolumeRequest { readonly: true, ..publish() };
-    assert_refused(node.node_publish_volume(request).await, invalid, &["readonly"]);
+    let outcome = node.node_publish_volume(request).await;
+    assert_refused(outcome, Code::AlreadyExists, &["readonly", "pvc-1", "false", "true"]);
     let request = pb::NodeUnpublishVolumeRequest::default();
     assert_refused(node.node_unpublish_volume(request).await, invalid, &["volume_id"]);
     let request = pb::NodeUnstageVolumeRequest::default();

@@ -291,7 +291,7 @@ fn the_walk_knows_every_point_there_is() {
     let work = BACKGROUND.iter().flat_map(|(_, _, points)| points.iter().copied());
     let walked = calls.chain(work).chain(crate::remote::trouble::POINTS);
     let walked = walked.chain(crate::local::POINTS).chain(crate::ephemeral::POINTS);
-    let walked = walked.chain(crate::encryption::POINTS);
+    let walked = walked.chain(crate::encryption::POINTS).chain(crate::modes::POINTS);
     let known: BTreeSet<String> =
         walked.chain(START_UP.map(|(_, _, point)| point)).map(str::to_owned).collect();
     let mut found = BTreeSet::new();

@@ -5,7 +5,7 @@ mod story;
 
 use crate::{
     copies::{Source, Wish},
-    harness::{Driver, create_request, names, signal, until},
+    harness::{Driver, create_request, mount, names, signal, until},
     metadata::{allocated, delta},
     model::{
         guest::{Action, Guest},
@@ -18,7 +18,13 @@ use crate::{
     },
     survival::tell,
 };
-use qsd_csi::{csi::pb::csi as pb, extents::Extents};
+use qsd_csi::{
+    csi::pb::csi::{
+        self as pb,
+        volume_capability::{AccessType, MountVolume, access_mode::Mode},
+    },
+    extents::Extents,
+};
 use std::{
     collections::HashMap,
     time::{Duration, Instant},
@@ -406,6 +412,22 @@ async fn what_cannot_be_encrypted_is_refused_by_its_reason() {
     let error = create(&driver, request).await.unwrap_err();
     assert_eq!(error.code(), Code::InvalidArgument, "{error}");
     assert!(error.message().contains(KEY) && !error.message().contains("hush"), "{error}");
+    // What is replayed of its log would lie there unencrypted.
+    let readers = pb::VolumeCapability {
+        access_type: Some(AccessType::Mount(MountVolume::default())),
+        ..mount(Mode::MultiNodeReaderOnly)
+    };
+    let mut request = asked(&[luks, ("publish", "filesystem")], None);
+    request.volume_capabilities = vec![readers.clone()];
+    create(&driver, request).await.unwrap();
+    let mut request = driver.stage_request("pvc-1");
+    request.volume_capability = Some(readers);
+    request.secrets.insert(KEY.into(), PASSPHRASE.into());
+    std::fs::create_dir_all(&request.staging_target_path).unwrap();
+    let error = driver.node().node_stage_volume(request).await.unwrap_err();
+    assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+    assert!(error.message().contains("MULTI_NODE_READER_ONLY"), "{error}");
+    driver.delete("pvc-1").await.unwrap();
     // Of a volume that is not encrypted a passphrase means nothing.
     stage(&driver, "plain").await.unwrap();
     driver.unstage("plain").await.unwrap();

@@ -27,6 +27,7 @@ mod local;
 mod look;
 mod metadata;
 mod model;
+mod modes;
 mod overfull;
 mod processes;
 mod qsd;

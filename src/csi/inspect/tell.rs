@@ -78,7 +78,7 @@ impl Teller {
         match entry {
             Entry::Volume(volume) => pb::Volume {
                 attachment: self.node.attachment(id).map(|one| pb::Attachment {
-                    relay: self.relayed.get(&id.run_key()).map(relay),
+                    relay: self.relayed_as(&one).map(relay),
                     ..attachment(one)
                 }),
                 ..self.usable_volume(volume)
@@ -90,6 +90,12 @@ impl Teller {
                 ..Default::default()
             },
         }
+    }
+
+    /// What the relay tells of a volume: of several VMs, of one that is there.
+    fn relayed_as(&self, one: &Attachments) -> Option<&relay::Relayed> {
+        let relayed = || one.relayed_as.iter().filter_map(|key| self.relayed.get(key));
+        relayed().find(|relayed| relayed.front_end.is_some()).or_else(|| relayed().next())
     }
 
     fn usable_volume(&self, volume: &Volume) -> pb::Volume {
@@ -206,7 +212,7 @@ fn attachment(attachment: Attachments) -> pb::Attachment {
     pb::Attachment {
         staging_path: text(&attachment.staging_path),
         target_paths: attachment.targets.iter().map(|target| text(target)).collect(),
-        form: attachment.form.to_string(),
+        form: attachment.capability.used(),
         socket: attachment.socket.as_deref().map(text).unwrap_or_default(),
         daemon,
         trouble,

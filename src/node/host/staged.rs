@@ -2,7 +2,8 @@
 //! target.
 
 use super::{Bound, Error, HostPath};
-use rustix::mount::mount_bind;
+use crate::{crash, source::Access};
+use rustix::mount::{MountFlags, mount_bind};
 use std::path::Path;
 
 /// Whose a target is.
@@ -47,10 +48,14 @@ impl HostPath {
         staged: &Path,
         device: (u32, u32),
         target: Target,
+        access: Access,
     ) -> Result<Bound, Error> {
         while let Some(mounted) = self.mounted()? {
             match target {
-                _ if mounted.device == device => return Ok(Bound::Already),
+                _ if mounted.device == device => {
+                    self.limit(access)?;
+                    return Ok(Bound::Already);
+                }
                 Target::Noted => self.unmount()?,
                 Target::New => return Err(self.unsuitable("is a mount point of something else")),
             }
@@ -58,6 +63,17 @@ impl HostPath {
         self.take()?;
         let bound = mount_bind(staged, &self.path);
         bound.map_err(|error| self.io("mounting on")(error.into()))?;
+        crash::point("node-publish-mounted");
+        self.limit(access)?;
         Ok(Bound::Now)
+    }
+
+    /// Has nothing written through what is bound here, where it is only to be read; others may write
+    /// elsewhere. What else the file system is mounted with is the file system's, and stays.
+    fn limit(&self, access: Access) -> Result<(), Error> {
+        match access {
+            Access::Write => Ok(()),
+            Access::Read => self.remount(MountFlags::BIND | MountFlags::RDONLY),
+        }
     }
 }
