@@ -19,6 +19,8 @@
 //!   vhost.sock                where VMs connect                                       (relay)
 //!   disk.img                  the volume as a file, while no VM is connected         (daemon)
 //! RUN/<key>/disk.<n>          the export as a file, where no VM is served; the last one  (daemon)
+//!   .device                   where the block device over it is                          (node)
+//!   .shown                    noted where a pod was shown that device                    (node)
 //! RUN/<key>/reader.json       makes it the part of one of several readers: which of the above
 //!                             are there beside it are relay.json, export/ and a/back.sock  (node)
 //! RUN/relay/                  lock, log, and the sockets of the relay       (supervisor, relay)
@@ -352,6 +354,13 @@ impl VolumeDir {
         name.into()
     }
 
+    /// Where the device over such a file is noted.
+    pub fn device(disk: &Path) -> PathBuf {
+        let mut name = disk.as_os_str().to_owned();
+        name.push(".device");
+        name.into()
+    }
+
     fn disk(&self, number: u32) -> PathBuf {
         self.0.join(format!("{DISK}{number}"))
     }
@@ -368,7 +377,8 @@ impl VolumeDir {
     /// Removes a file that a daemon exported, whatever became of the daemon.
     pub fn remove_disk(&self, disk: &PathBuf) -> io::Result<()> {
         remove_mount_point(disk)?;
-        remove(&Self::shown(disk))
+        remove(&Self::shown(disk))?;
+        remove(&Self::device(disk))
     }
 
     /// Removes what the relay would find, and where VMs would find the relay.

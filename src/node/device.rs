@@ -10,8 +10,8 @@
 //! the path that the kernel still names (`all`), so that they can be detached. The work is done by
 //! `losetup`, since its ioctls take `unsafe`. Called by staging and publishing.
 //!
-//! A file that is unmounted under its device leaves that with the name `/`: detach the device first.
-//! `abandoned` finds those with which somebody did not. A number is used again for another volume,
+//! A file that is unmounted under its device, as by a daemon that ends well, leaves that with the name
+//! `/`: it is found by the path of the device (`unnamed`). A number is used again for another volume,
 //! so whatever shows a device to somebody must be gone before it is detached.
 
 mod below;
@@ -129,16 +129,10 @@ impl LoopDevice {
             .collect())
     }
 
-    /// Devices whose file was unmounted under them and whose server is gone: nobody can use them.
-    pub async fn abandoned() -> Result<Vec<Self>, Error> {
-        let root = Path::new("/");
-        let mut devices = Vec::new();
-        for number in attached(move |name| name == root, root).await? {
-            if status::query(number).await.is_ok_and(|found| found.is_some_and(|it| it.is_dead())) {
-                devices.push(Self::dead(number, root));
-            }
-        }
-        Ok(devices)
+    /// The device at this path, if its file was unmounted under it.
+    pub fn unnamed(device: &Path) -> Option<Self> {
+        let (number, root) = (status::number_of(device)?, Path::new("/"));
+        status::is_over(number, root).then(|| Self::dead(number, root))
     }
 
     /// Where it is.

@@ -26,7 +26,7 @@ use crate::{
     units::Bytes,
     volume::{Claim, VolumeId},
 };
-use std::{fs, path::Path};
+use std::{ffi::OsStr, fs, io::Write as _, os::unix::ffi::OsStrExt as _, path::Path};
 use tracing::{info, warn};
 
 impl Node {
@@ -59,7 +59,12 @@ impl Node {
             Writes::Active | Writes::Scratch(_) => Access::Write,
         };
         let attached = LoopDevice::attach(file, access, sectors).await;
-        attached.map_err(|source| Error::Device { volume: id.clone(), source })?;
+        let device = attached.map_err(|source| Error::Device { volume: id.clone(), source })?;
+        // Nobody else knows it once its daemon has ended well, and taken the file away with it.
+        let note = VolumeDir::device(file);
+        fs::File::create(&note)
+            .and_then(|mut note| note.write_all(device.path().as_os_str().as_bytes()))
+            .map_err(Error::run(&note))?;
         self.close_forgotten(id, file).await
     }
 
@@ -90,7 +95,11 @@ impl Node {
     async fn close_device(&self, id: &VolumeId, disk: &Path) -> Result<Detached, Error> {
         let failed = |source| Error::Device { volume: id.clone(), source };
         let mut detached = Detached::Now;
-        for old in LoopDevice::all(disk).await.map_err(failed)? {
+        let noted = fs::read(VolumeDir::device(disk)).ok();
+        let unnamed =
+            noted.and_then(|path| LoopDevice::unnamed(Path::new(OsStr::from_bytes(&path))));
+        let named = LoopDevice::all(disk).await.map_err(failed)?;
+        for old in named.into_iter().chain(unnamed) {
             if old.detach().await.map_err(failed)? == Detached::Later {
                 detached = Detached::Later;
             }

@@ -552,11 +552,14 @@ impl State {
                 // master that cannot be had here. A stream moves what is there.
                 let is_barred = site == Site::Workshop && self.stands_on_master(plan.upper);
                 let is_cheaper = is_commit_cheaper(&upper, &lower, is_topmost);
-                match (is_streamable, commits) {
-                    (false, false) => return None,
-                    (false, true) => Way::Commit { into: lower },
-                    (true, true) if is_cheaper && !is_barred => Way::Commit { into: lower },
-                    (true, _) => self.stream(plan.lower),
+                if is_streamable && !(is_alike && is_cheaper && !is_barred) {
+                    self.stream(plan.lower)
+                } else if commits {
+                    Way::Commit { into: lower }
+                } else {
+                    // It waits: a raw layer that is streamed is raw no more. The bound of a chain
+                    // holds all the same.
+                    return None;
                 }
             }
         };

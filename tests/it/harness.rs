@@ -445,11 +445,12 @@ impl Drop for Driver {
                 }
             }
         }
-        for mount in mounts_below(scratch).into_iter().rev() {
-            _ = Command::new("umount").arg("--lazy").arg(mount).status();
-        }
+        // One that is in use goes with its last mount. Without that of its file it has no name.
         for device in loops_below(scratch) {
             _ = Command::new("losetup").arg("--detach").arg(format!("/dev/{device}")).status();
+        }
+        for mount in mounts_below(scratch).into_iter().rev() {
+            _ = Command::new("umount").arg("--lazy").arg(mount).status();
         }
     }
 }

@@ -64,7 +64,7 @@ async fn capacity_is_told_for_the_pools_that_would_do() {
     };
     assert_eq!(ask(elsewhere).await.unwrap().available_capacity, 0);
     let unserved = pb::GetCapacityRequest {
-        volume_capabilities: vec![mount(Mode::MultiNodeMultiWriter)],
+        volume_capabilities: vec![mount(Mode::MultiNodeSingleWriter)],
         ..Default::default()
     };
     assert_eq!(ask(unserved).await.unwrap().available_capacity, 0);
@@ -95,8 +95,8 @@ async fn capabilities_are_confirmed_or_the_reason_is_told() {
         (response.confirmed.is_some(), response.message)
     };
     assert_eq!(ask(Mode::SingleNodeWriter, &[("pool", POOL)]).await, (true, String::new()));
-    let (confirmed, message) = ask(Mode::MultiNodeMultiWriter, &[]).await;
-    assert!(!confirmed && message.contains("MULTI_NODE_MULTI_WRITER"), "{message}");
+    let (confirmed, message) = ask(Mode::MultiNodeSingleWriter, &[]).await;
+    assert!(!confirmed && message.contains("MULTI_NODE_SINGLE_WRITER"), "{message}");
     let (confirmed, message) = ask(Mode::SingleNodeWriter, &[("pool", "other")]).await;
     assert!(!confirmed && message.contains("\"other\""), "{message}");
 }

@@ -276,16 +276,32 @@ async fn a_daemon_dies_and_the_volume_can_be_published_again() {
         driver.close("pvc-1").await;
         let target = driver.opened("pvc-1", way).await;
         assert_eq!(get(&target, way, 4), b"kept", "{way:?}");
-        // A pod that is not told, and kubelet that repeats its calls.
-        signal(driver.daemons().await[0], "KILL");
-        until("it is served again", async || driver.daemons().await.len() == 1).await;
-        until("it is published again", async || {
-            let opened =
-                [driver.stage_as("pvc-1", way).await, driver.publish_as("pvc-1", way).await];
-            opened.iter().all(Result::is_ok)
-        })
-        .await;
-        assert_eq!(get(&target, way, 4), b"kept", "{way:?}");
+        // A pod that is not told, and kubelet that repeats its calls. A daemon that ends well takes
+        // its file away, and with it the name of the device.
+        for end in ["KILL", "TERM"] {
+            let devices = loops_below(driver.scratch());
+            let before = driver.daemons().await;
+            signal(before[0], end);
+            until("it is served again", async || {
+                let now = driver.daemons().await;
+                now.len() == 1 && now != before
+            })
+            .await;
+            until("it is published again", async || {
+                let opened =
+                    [driver.stage_as("pvc-1", way).await, driver.publish_as("pvc-1", way).await];
+                opened.iter().all(Result::is_ok)
+            })
+            .await;
+            assert_eq!(get(&target, way, 4), b"kept", "{way:?}");
+            driver.close("pvc-1").await;
+            for device in devices {
+                let file = format!("/sys/block/{device}/loop/backing_file");
+                let is_left = async || fs::read(&file).is_ok_and(|name| name == b"/\n");
+                until("the device goes", async || !is_left().await).await;
+            }
+            driver.opened("pvc-1", way).await;
+        }
         driver.close("pvc-1").await;
         driver.delete("pvc-1").await.unwrap();
     }

@@ -194,7 +194,7 @@ async fn writers_go_on_when_a_full_pool_has_space_again() {
             if name == "fs" && again.is_err() {
                 // Where ext4 could not write its journal it goes on after the pod was restarted.
                 eprintln!("fs: {again:?}");
-                driver.close("fs").await;
+                driver.detach("fs").await;
                 *writer = opened(&driver, "fs").await;
                 writer.write(*count).unwrap();
             } else {

@@ -56,11 +56,6 @@ impl Status {
         whole && !self.autoclear && self.identity() == Some(identity)
     }
 
-    /// Whether the file does not even tell who it is.
-    pub(super) fn is_dead(&self) -> bool {
-        self.inode.is_none()
-    }
-
     fn identity(&self) -> Option<Identity> {
         let (major, minor) = self.device.as_ref()?.trim().split_once(':')?;
         let device = rustix::fs::makedev(major.parse().ok()?, minor.parse().ok()?);

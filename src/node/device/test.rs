@@ -204,14 +204,10 @@ async fn the_device_of_a_dead_daemon_is_not_taken_for_that_of_the_next() {
     assert_ne!(device.path(), dead.path());
     assert_eq!(LoopDevice::all(&next.file).await.unwrap(), slice::from_ref(&device));
     // The kernel names no path any more for the other one.
-    let abandoned = || async {
-        let all = LoopDevice::abandoned().await.unwrap();
-        all.into_iter().find(|it| it.path() == dead.path())
-    };
-    tokio::time::sleep(Duration::from_millis(1100)).await;
-    let found = abandoned().await.expect("it is abandoned");
-    assert_eq!(found.detach().await.unwrap(), Detached::Now);
-    assert!(device.is_attached() && abandoned().await.is_none());
+    let unnamed = || LoopDevice::unnamed(&dead.path());
+    assert_eq!(LoopDevice::unnamed(&device.path()), None);
+    assert_eq!(unnamed().expect("it is there").detach().await.unwrap(), Detached::Now);
+    assert!(device.is_attached() && unnamed().is_none());
 }
 
 #[tokio::test]
