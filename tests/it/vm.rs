@@ -11,7 +11,7 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
-    time::Duration,
+    time::{Duration, Instant},
 };
 use tokio::{
     io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader},
@@ -25,6 +25,9 @@ const RECONNECT: Duration = Duration::from_millis(50);
 /// How long a guest may say nothing. Beside others that boot, it gets a fraction of a core: one got
 /// 2 s of one in a minute.
 const SILENCE: Duration = LIMIT.saturating_mul(2);
+
+/// How long an agent may take to say that it listens, or that it still does.
+const MEETING: Duration = Duration::from_secs(15);
 
 /// A VM that is not there yet. Both ends of a migration must be alike.
 pub(crate) struct Machine {
@@ -58,7 +61,7 @@ impl Machine {
     /// Boots it.
     pub(crate) async fn boot(self) -> Vm {
         let mut vm = self.start(None).await;
-        vm.read_to("AGENT READY").await;
+        vm.meet().await;
         vm
     }
 
@@ -265,23 +268,40 @@ impl Vm {
         assert_eq!(self.run(errors).await, "", "errors in the guest");
     }
 
+    /// Waits for the agent. What a guest says before QEMU has taken our connection is lost, and QEMU
+    /// may be slower than the guest: then it is asked.
+    async fn meet(&mut self) {
+        let begin = Instant::now();
+        while timeout(MEETING, self.hear("AGENT READY")).await.is_err() {
+            assert!(begin.elapsed() < SILENCE, "the guest is silent: {}", self.words());
+            self.agent.get_mut().write_all(b"\n").await.unwrap();
+            if timeout(MEETING, self.hear("EXIT 0")).await.is_ok() {
+                break;
+            }
+        }
+        // Whatever it still has to say of that.
+        self.agent.get_mut().write_all(b"echo in step\n").await.unwrap();
+        self.read_to("in step").await;
+        self.read_to("EXIT 0").await;
+    }
+
     /// Reads lines up to one that begins with `mark`: those before it, and it.
     async fn read_to(&mut self, mark: &str) -> (String, String) {
+        let heard = timeout(SILENCE, self.hear(mark)).await;
+        heard.unwrap_or_else(|_| panic!("the guest is silent: {}", self.words()))
+    }
+
+    async fn hear(&mut self, mark: &str) -> (String, String) {
         let mut output = String::new();
-        let read = async {
-            loop {
-                let mut line = String::new();
-                let length = self.agent.read_line(&mut line).await.unwrap();
-                assert_ne!(length, 0, "the VM is gone: {}", self.words());
-                if line.starts_with(mark) {
-                    return line.trim().to_owned();
-                }
-                output.push_str(&line);
+        loop {
+            let mut line = String::new();
+            let length = self.agent.read_line(&mut line).await.unwrap();
+            assert_ne!(length, 0, "the VM is gone: {}", self.words());
+            if line.starts_with(mark) {
+                return (output, line.trim().to_owned());
             }
-        };
-        let last = timeout(SILENCE, read).await;
-        let last = last.unwrap_or_else(|_| panic!("the guest is silent: {}", self.words()));
-        (output, last)
+            output.push_str(&line);
+        }
     }
 
     /// What the guest's kernel and QEMU said last, and where QEMU's threads are.
