@@ -100,7 +100,9 @@ impl Node {
                 self.relay_again(&id, &daemon).await;
                 continue;
             }
-            self.follow_guest(&id, front(&id.run_key()).is_some()).await;
+            if daemon.require_files().is_ok() {
+                self.follow_guest(&id, front(&id.run_key()).is_some()).await;
+            }
             if keys.iter().any(|key| front(key).is_some_and(|front| front.deaf)) {
                 self.end_deaf(&id, &daemon).await;
             }

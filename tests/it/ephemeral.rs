@@ -185,11 +185,12 @@ async fn reboot(driver: &mut Driver) {
         signal(pid, "KILL");
         until("it is gone", async || !is_alive(pid)).await;
     }
-    for point in mounts_below(driver.scratch()).into_iter().rev() {
-        assert!(Command::new("umount").arg("--lazy").arg(point).status().unwrap().success());
-    }
+    // Without the mount of its file a device has no name by which it is found.
     for device in crate::harness::loops_below(driver.scratch()) {
         _ = Command::new("losetup").arg("--detach").arg(format!("/dev/{device}")).status();
+    }
+    for point in mounts_below(driver.scratch()).into_iter().rev() {
+        assert!(Command::new("umount").arg("--lazy").arg(point).status().unwrap().success());
     }
     fs::remove_dir_all(driver.path("run")).unwrap();
     relaunch(driver).await;
