@@ -63,9 +63,15 @@ impl Node {
             (true, false) => self.show_image(id, &daemon).await,
             (true, true) => self.open_image(id).await,
             (false, true) if is_published => self.close_image(id).await,
-            (false, _) => {
-                self.note_image(id, if is_shown { Image::Closed } else { Image::Hidden });
+            (false, true) => {
+                self.note_image(id, Image::Closed);
                 Ok(())
+            }
+            (false, false) => {
+                self.note_image(id, Image::Hidden);
+                // Also what a crash left of it.
+                let hidden = daemon.hide_image().await;
+                hidden.map_err(|error| Error::daemon(id)(error.into()))
             }
         }
     }

@@ -179,10 +179,16 @@ impl Daemon {
         Ok(())
     }
 
-    /// Takes back the file; whoever has it open sees errors.
+    /// Takes back the file, or what is left of it; whoever has it open sees errors.
     pub async fn hide_image(&self) -> Result<(), Error> {
-        self.end_export(IMAGE).await?;
-        self.close_image().await
+        if self.shows_image().await? {
+            self.end_export(IMAGE).await?;
+        }
+        let nodes = Command::new("query-named-block-nodes", json!({ "flat": true }));
+        if graph::has_image(&self.execute(nodes).await?) {
+            self.close_image().await?;
+        }
+        Ok(())
     }
 
     /// Whether the volume is shown as a file, too.

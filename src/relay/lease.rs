@@ -7,19 +7,29 @@ use std::{
     fs, io,
     os::fd::AsRawFd as _,
     path::{Path, PathBuf},
-    sync::mpsc,
-    thread,
+    sync::{Once, mpsc},
+    thread::{self, sleep},
     time::Duration,
 };
 
 /// How long a look at a file takes at most; one whose daemon hangs is not answered for.
 const LOOK: Duration = Duration::from_secs(1);
 
+/// How long another look may take, such as the driver's, which has the file open for that.
+const ANOTHER: Duration = Duration::from_millis(10);
+
 /// The same, for whoever must not wait: nobody can use a file whose daemon hangs.
 pub(super) fn is_open_now(path: PathBuf) -> bool {
     let (told, answer) = mpsc::channel();
-    let look = thread::Builder::new().spawn(move || told.send(is_open(&path)));
-    look.is_ok() && matches!(answer.recv_timeout(LOOK), Ok(Ok(true)))
+    let look = move || {
+        let is_open = is_open(&path)? && {
+            sleep(ANOTHER);
+            is_open(&path)?
+        };
+        told.send(is_open).map_err(io::Error::other)
+    };
+    let look = thread::Builder::new().spawn(look);
+    look.is_ok() && answer.recv_timeout(LOOK) == Ok(true)
 }
 
 /// Whether somebody has the file open. While it is asked, which takes microseconds, who opens it
@@ -35,11 +45,22 @@ pub fn is_open(path: &Path) -> io::Result<bool> {
     if file.metadata()?.len() == 0 {
         return Ok(false);
     }
+    endure_breaks();
     match lease(&file, libc::F_WRLCK) {
         Ok(()) => lease(&file, libc::F_UNLCK).map(|()| false),
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(true),
         Err(error) => Err(error),
     }
+}
+
+/// Whoever opens the file while we have the lease has the kernel send us SIGIO, which would end us.
+#[expect(unsafe_code, reason = "no crate of ours ignores a signal")]
+fn endure_breaks() {
+    static ENDURED: Once = Once::new();
+    // SAFETY: no handler is set that could run at a bad moment; the signal is only ignored.
+    ENDURED.call_once(|| unsafe {
+        libc::signal(libc::SIGIO, libc::SIG_IGN);
+    });
 }
 
 #[expect(unsafe_code, reason = "no crate of ours has F_SETLEASE")]
@@ -66,5 +87,25 @@ mod test {
             drop(other);
             assert!(!is_open(&path).unwrap());
         }
+    }
+
+    #[test]
+    fn whoever_opens_a_file_that_is_looked_at_ends_nobody() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1).unwrap();
+        let path = file.into_temp_path();
+        let met = thread::scope(|scope| {
+            let opener = scope.spawn(|| {
+                for _ in 0..20_000 {
+                    drop(fs::File::open(&path).unwrap());
+                }
+            });
+            let mut met = 0;
+            while !opener.is_finished() {
+                met += u32::from(is_open(&path).unwrap());
+            }
+            met
+        });
+        assert!(met > 0, "they never met");
     }
 }
