@@ -150,6 +150,10 @@ const ATTEMPTS: u32 = 3;
 /// A daemon ends within 30 ms of being told (facts/qsd.md section 15); with much to flush, later.
 pub const FLUSH: Duration = Duration::from_secs(10);
 
+/// What a daemon that was killed had in flight keeps its layers open, and QEMU's locks of them held,
+/// for a moment after its end: the kernel ends its requests later.
+const AFTERLIFE: Duration = Duration::from_millis(100);
+
 /// How often a monitor that is not there yet is tried.
 const RETRY: Duration = Duration::from_millis(1);
 
@@ -351,6 +355,7 @@ impl Start<'_> {
             }
             warn!(key = %self.key, attempt, error = %Chain(&error), "a daemon did not start well");
             attempt += 1;
+            sleep(AFTERLIFE).await;
         }
     }
 
@@ -442,13 +447,18 @@ impl Error {
             | Self::Locked
             | Self::Ended(_) => false,
             Self::Monitor(error) => match error {
-                monitor::Error::Refused { .. } => false,
+                monitor::Error::Refused { desc, .. } => is_of_lock(desc),
                 monitor::Error::Connect(_)
                 | monitor::Error::Closed
                 | monitor::Error::Deadline { .. } => true,
             },
         }
     }
+}
+
+/// Whether QEMU refused a layer because somebody has it open.
+fn is_of_lock(desc: &str) -> bool {
+    desc.starts_with("Failed to get ") && desc.contains(" lock")
 }
 
 fn is_not_there_yet(error: &io::Error) -> bool {

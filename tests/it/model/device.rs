@@ -113,10 +113,12 @@ impl Device {
     }
 }
 
-/// A device that is dead gives I/O errors, and nothing else may go wrong.
+/// A device that is dead gives I/O errors, or has nothing any more where it was just to grow, and
+/// nothing else may go wrong.
 fn broken<T>(outcome: io::Result<T>) -> Result<T, Broken> {
     outcome.map_err(|error| match Errno::from_io_error(&error) {
-        Some(Errno::IO | Errno::NXIO | Errno::NOTCONN) => Broken,
+        Some(Errno::IO | Errno::NXIO | Errno::NOTCONN | Errno::NOSPC) => Broken,
+        None if error.kind() == io::ErrorKind::UnexpectedEof => Broken,
         _ => panic!("{error}"),
     })
 }
