@@ -17,7 +17,13 @@
 
 use super::{Error, Form, Group, HostPath, Node, Service};
 use crate::{
-    blocking::blocking, chain::Chain, crash, qsd::Daemon, relay, run::IMAGE, volume::VolumeId,
+    blocking::blocking,
+    chain::Chain,
+    crash,
+    qsd::{self, Daemon},
+    relay,
+    run::IMAGE,
+    volume::VolumeId,
 };
 use rustix::fs::{Gid, Mode, chmod, chown};
 use std::{io, path::PathBuf, time::Duration};
@@ -203,7 +209,15 @@ impl Node {
         let image: PathBuf = self.dir(id).image();
         let done = timeout(LOOK, blocking(work)).await;
         let done = done.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
-        done.map_err(Error::run(&image))
+        done.map_err(|error| match error.kind() {
+            // Its daemon hangs, or has just died.
+            io::ErrorKind::TimedOut
+            | io::ErrorKind::NotConnected
+            | io::ErrorKind::ConnectionAborted => {
+                Error::daemon(id)(qsd::MonitorError::Closed.into())
+            }
+            _ => Error::run(&image)(error),
+        })
     }
 
     fn note_image(&self, id: &VolumeId, image: Image) {

@@ -36,8 +36,13 @@ pub(super) fn is_open_now(path: PathBuf) -> bool {
 /// waits. An empty one is only the place for it.
 pub fn is_open(path: &Path) -> io::Result<bool> {
     let file = match fs::File::options().read(true).write(true).open(path) {
-        // What a daemon left that is gone.
-        Err(error) if error.raw_os_error() == Some(Errno::NOTCONN.raw_os_error()) => {
+        // What a daemon left that is gone, or goes in this moment.
+        Err(error)
+            if matches!(
+                Errno::from_io_error(&error),
+                Some(Errno::NOTCONN | Errno::CONNABORTED)
+            ) =>
+        {
             return Ok(false);
         }
         file => file?,
