@@ -18,6 +18,7 @@ mod below;
 mod error;
 mod status;
 
+pub use crate::source::Access;
 pub use error::Error;
 
 use super::{host::LOOP_MAJOR, tool::Tool};
@@ -48,15 +49,6 @@ const PAUSE: Duration = Duration::from_millis(10);
 /// The longest discard that is passed on. QEMU cuts one of 2 GiB or more where no block ends, and then
 /// refuses it, whereupon the kernel discards nothing any more.
 const DISCARD: u64 = 1 << 30;
-
-/// What may be done with a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
-    /// Reading.
-    Read,
-    /// Reading and writing.
-    Write,
-}
 
 /// In which units a device is read and written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

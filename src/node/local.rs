@@ -22,7 +22,6 @@ use crate::{
     crash,
     qsd::{Daemon, Outlet, Writes},
     run::{Slot, VolumeDir},
-    source,
     units::Bytes,
     volume::{Claim, VolumeId},
 };
@@ -137,7 +136,7 @@ impl Node {
             warn!(volume = %id, at = %at.as_path().display(), "mounting it anew");
             filesystem::unmount(&at).await.map_err(Error::filesystem(id))?;
         }
-        if attachment.access.access() == source::Access::Read {
+        if attachment.access.access() == Access::Read {
             return self.mount_to_read(attachment, &device, &at, *kind, flags).await;
         }
         self.make_filesystem(claim, &device, *kind).await?;
@@ -257,7 +256,7 @@ impl Node {
     pub(super) async fn grow_filesystem(&self, id: &VolumeId) -> Result<(), Error> {
         let Some(attachment) = self.find(id).map(|one| one.attachment) else { return Ok(()) };
         let Form::Filesystem { kind, .. } = attachment.form else { return Ok(()) };
-        if attachment.access.access() == source::Access::Read {
+        if attachment.access.access() == Access::Read {
             return Ok(());
         }
         let device = self.device(id).await?;
