@@ -255,13 +255,15 @@ async fn a_crash_while_a_crash_is_healed_heals_by_itself() {
     }
 }
 
-async fn crash_at(driver: &mut Driver, point: &str) {
+/// Starts the driver again, to die at a point.
+pub(crate) async fn crash_at(driver: &mut Driver, point: &str) {
     driver.kill();
     driver.launch(&[], Some(point));
     driver.answers().await;
 }
 
-async fn relaunch(driver: &mut Driver) {
+/// Starts the driver that died.
+pub(crate) async fn relaunch(driver: &mut Driver) {
     driver.launch(&[], None);
     driver.answers().await;
 }

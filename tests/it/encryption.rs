@@ -5,14 +5,14 @@ mod story;
 
 use crate::{
     copies::{Source, Wish},
-    harness::{Driver, create_request, mount, names, signal, until},
+    harness::{Driver, create_request, mount, names, until},
     metadata::{allocated, delta},
     model::{
         guest::{Action, Guest},
         picture::{Picture, SECTOR},
     },
     remote::{
-        self, create, layers,
+        self, another_daemon, create, layers,
         server::{self, Kind, Server},
         stage_with,
     },
@@ -80,16 +80,6 @@ async fn write(guest: &Guest, picture: &mut Picture, first: usize, stamp: u32) {
 async fn assert_holds(guest: &Guest, picture: &Picture, what: &str) {
     let found = Picture::of(&guest.read(0..picture.sectors()).await).unwrap();
     picture.assert_is(&found, what);
-}
-
-async fn another_daemon(driver: &Driver) {
-    let before = driver.daemons().await;
-    signal(before[0], "KILL");
-    until("another daemon serves", async || {
-        let now = driver.daemons().await;
-        now.len() == 1 && now != before
-    })
-    .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,6 +1,7 @@
 //! Ephemeral inline volumes: what kubelet asks for with one call, and takes away with another.
 
 use crate::{
+    crash::{crash_at, relaunch},
     disk::{SmallDisk, fill},
     harness::{Driver, all_of, is_alive, mount, mounts_below, names, qsd_csi, signal, until},
     local::Use,
@@ -145,17 +146,6 @@ async fn a_crash_leaves_nothing_of_a_volume_of_a_pod() {
         unpublish(&driver).await.unwrap();
         driver.assert_empty().await;
     }
-}
-
-async fn crash_at(driver: &mut Driver, point: &str) {
-    driver.kill();
-    driver.launch(&[], Some(point));
-    driver.answers().await;
-}
-
-async fn relaunch(driver: &mut Driver) {
-    driver.launch(&[], None);
-    driver.answers().await;
 }
 
 /// Kubelet takes away what the node had when it went down, or starts the pod again.

@@ -84,7 +84,8 @@ pub(crate) async fn close(driver: &Driver, name: &str) {
     driver.unstage(name).await.unwrap();
 }
 
-async fn another_daemon(driver: &Driver) {
+/// Kills the one daemon, and waits for the next.
+pub(crate) async fn another_daemon(driver: &Driver) {
     let before = driver.daemons().await;
     signal(before[0], "KILL");
     until("another daemon serves", async || {
