@@ -53,7 +53,7 @@ pub use parameters::{
 pub use record::{Content, Format, Lifecycle};
 pub use snapshot::{NewSnapshot, Snapshot, SnapshotEntry, Taking};
 pub use throttle::Throttle;
-pub use work::{Job, Progress, Purpose, Site, Use, Way, Work};
+pub use work::{Job, Progress, Purpose, QUIET, Site, Use, Way, Work};
 
 use crate::{
     pool::{self, Pool, Space},
@@ -452,11 +452,16 @@ impl Volumes {
         self.pools.iter().map(|pool| pool.dir())
     }
 
-    /// The layers that a snapshot stands on, from its own down; none where there is no such
-    /// snapshot.
-    pub fn layers_of_snapshot(&self, id: &SnapshotId) -> Vec<LayerId> {
-        let found = self.snapshot(id);
-        found.map_or_else(|_| Vec::new(), |one| one.layers().iter().map(|one| one.id).collect())
+    /// The layers that nothing but this snapshot needs; none where there is no such snapshot.
+    pub fn only_of_snapshot(&self, id: &SnapshotId) -> Vec<LayerId> {
+        let top = self.snapshot(id).ok().and_then(|one| Some(one.layers().first()?.id));
+        top.map(|top| self.would_go(top)).unwrap_or_default()
+    }
+
+    /// The layers that nothing but this volume needs; none where there is no such volume.
+    pub fn only_of_volume(&self, id: &VolumeId) -> Vec<LayerId> {
+        let top = self.find(id).ok().map(|one| one.record.phase.active());
+        top.map(|top| self.would_go(top)).unwrap_or_default()
     }
 
     /// The layers that a volume stands on, from the active one down; none where there is no such

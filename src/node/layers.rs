@@ -18,8 +18,8 @@ use crate::{
     relay,
     source::Secrets,
     volume::{
-        Begun, Claim, Content, Format, Freeze, Layer, NewSnapshot, NewVolume, Outcome, Snapshot,
-        SnapshotId, Volume, VolumeId,
+        Begun, Claim, Content, Format, Freeze, Layer, NewSnapshot, NewVolume, Outcome, QUIET,
+        Snapshot, SnapshotId, Volume, VolumeId,
     },
 };
 use std::sync::Arc;
@@ -35,7 +35,10 @@ impl Node {
     ) -> Result<(Volume, Outcome), Error> {
         // A second call finds the volume though its source may be gone or busy by then.
         let source = match (&new.content, self.volumes.find(claim.volume())) {
-            (Some(Content::Volume(source)), Err(_)) => Some(self.claim_source(source).await?),
+            (Some(Content::Volume(source)), Err(_)) => {
+                self.wait_for_merges(source).await;
+                Some(self.claim_source(source).await?)
+            }
             _ => None,
         };
         if let (None, Some(master), Err(_)) =
@@ -81,6 +84,7 @@ impl Node {
         if let Some(snapshot) = self.volumes.existing_snapshot(claim.snapshot(), &new)? {
             return Ok((snapshot, Outcome::AlreadySo));
         }
+        self.wait_for_merges(&new.source).await;
         let source = self.claim_source(&new.source).await?;
         let (volumes, by, of) = (self.volumes.clone(), claim.clone(), source.clone());
         let begun = blocking(move || volumes.begin_snapshot(&by, &of, new)).await?;
@@ -102,8 +106,7 @@ impl Node {
 
     /// Deletes a snapshot; one that is gone is fine.
     pub async fn delete_snapshot(&self, claim: Arc<Claim<SnapshotId>>) -> Result<Outcome, Error> {
-        let layers = self.volumes.layers_of_snapshot(claim.snapshot());
-        self.volumes.interrupt(&layers).await;
+        self.volumes.interrupt(&self.volumes.only_of_snapshot(claim.snapshot())).await;
         let volumes = self.volumes.clone();
         let outcome = blocking(move || volumes.delete_snapshot(&claim)).await;
         self.nudge();
@@ -113,7 +116,7 @@ impl Node {
     /// Deletes a volume that is not staged; one that is gone is fine. Its snapshots stay.
     pub async fn delete(&self, claim: Arc<Claim>) -> Result<Outcome, Error> {
         self.refuse_staged(claim.volume())?;
-        self.interrupt(claim.volume()).await;
+        self.volumes.interrupt(&self.volumes.only_of_volume(claim.volume())).await;
         let volumes = self.volumes.clone();
         let outcome = blocking(move || volumes.delete(&claim)).await;
         self.nudge();
@@ -143,7 +146,9 @@ impl Node {
     /// does not.
     async fn freeze(&self, claim: &Claim, freeze: &Freeze) -> Result<(), Error> {
         let id = claim.volume();
-        self.interrupt(id).await;
+        // Work further down goes on, also in the daemon: it touches neither the layer that is frozen
+        // nor the one that is put onto it (measured with 10.0.13 and 11.1.3).
+        self.volumes.interrupt(&[freeze.frozen()]).await;
         let Some(daemon) = self.served(claim).await? else {
             return Ok(self.volumes.adopt_overlay(claim, freeze)?);
         };
@@ -176,6 +181,7 @@ impl Node {
             self.replace_doubtful(claim, &daemon, &error).await?;
         }
         crash::point("freeze-done");
+        self.nudge_after(QUIET);
         Ok(())
     }
 

@@ -15,7 +15,7 @@ use crate::{
 use std::{sync::Arc, time::Duration};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
-    time::{Instant, sleep, timeout},
+    time::{Instant, sleep, timeout, timeout_at},
 };
 use tracing::{debug, info, warn};
 
@@ -31,6 +31,9 @@ const ROUND: Duration = Duration::from_secs(5);
 
 /// How soon a job is looked at that has just begun, and how often one that takes long.
 const LOOKS: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(200)];
+
+/// How long whoever freezes a layer waits at most while too many are to be merged.
+const HELD_UP: Duration = Duration::from_secs(2);
 
 /// How long a VM is held back at most while the last writes are committed.
 const HELD: Duration = Duration::from_secs(5);
@@ -62,6 +65,27 @@ impl Node {
         self.work.notify_one();
     }
 
+    /// The same in a while.
+    pub(super) fn nudge_after(&self, time: Duration) {
+        let node = self.clone();
+        self.tasks.spawn(async move {
+            tokio::select! {
+                () = sleep(time) => node.nudge(),
+                () = node.stop.cancelled() => {}
+            }
+        });
+    }
+
+    /// Lets merges get ahead of whoever freezes layers faster than they are merged, for a while.
+    pub(super) async fn wait_for_merges(&self, id: &VolumeId) {
+        let deadline = Instant::now() + HELD_UP;
+        while let Some(mut done) = self.volumes.pressing_merge(id) {
+            if timeout_at(deadline, done.changed()).await.is_err() {
+                return;
+            }
+        }
+    }
+
     /// Finds work and has it done, until the driver ends. Copies come first: what is merged with a
     /// layer that is to be copied is to be copied, too. They never keep merges waiting.
     pub(super) async fn tend(self) {
@@ -80,6 +104,7 @@ impl Node {
             }
             tokio::select! {
                 () = self.work.notified() => {}
+                () = self.claims.released() => {}
                 () = sleep(ROUND) => {}
                 () = self.stop.cancelled() => {}
             }
@@ -409,10 +434,9 @@ impl Node {
     /// Leaves a daemon as it was before a job that came to nothing.
     async fn put_back(&self, daemon: &Daemon, work: &Work) -> Result<(), qsd::MonitorError> {
         daemon.dismiss_job().await?;
-        if let Site::Daemon(id) = work.site()
-            && let Ok(volume) = self.volumes.find(id)
-        {
-            daemon.freeze_below(volume.layers()).await?;
+        if let Site::Daemon(_) = work.site() {
+            let frozen = usize::from(self.height(work) == Height::Active);
+            daemon.freeze(&work.layers()[frozen..]).await?;
         }
         Ok(())
     }

@@ -333,7 +333,7 @@ impl Launch {
             return outdated("has other exports");
         }
         daemon.set_readers(&self.readers).await?;
-        daemon.freeze_below(&self.layers).await?;
+        daemon.freeze(self.layers.get(1..).unwrap_or_default()).await?;
         daemon.set_throttle(&self.throttle).await?;
         Ok(daemon)
     }

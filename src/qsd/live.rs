@@ -118,12 +118,12 @@ impl Daemon {
         self.execute(reopen).await.map(drop)
     }
 
-    /// Opens those of these layers read-only again, all but the active one, that are open for
-    /// writing: a job that ended early leaves one so, and nobody else could open it.
-    pub async fn freeze_below(&self, layers: &[Layer]) -> Result<(), Error> {
+    /// Opens those of these layers, each on the next, read-only again that are open for writing: a
+    /// job that ended early leaves one so, and nobody else could open it.
+    pub async fn freeze(&self, layers: &[Layer]) -> Result<(), Error> {
         let nodes = Command::new("query-named-block-nodes", json!({ "flat": true }));
         let nodes = self.execute(nodes).await?;
-        for (place, layer) in layers.iter().enumerate().skip(1) {
+        for (place, layer) in layers.iter().enumerate() {
             if graph::is_writable(layer, &nodes) {
                 self.reopen(layer, layers.get(place + 1), Access::Read).await?;
             }

@@ -7,6 +7,7 @@ use std::{
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
+use tokio::sync::Notify;
 
 /// Another operation is still under way.
 #[derive(Debug, thiserror::Error)]
@@ -40,7 +41,10 @@ pub enum Claimed {
 
 /// What is claimed at the moment. CSI asks for ABORTED, not for a queue.
 #[derive(Clone, Default, Debug)]
-pub struct InFlight(Arc<Mutex<HashMap<Claimed, Holder>>>);
+pub struct InFlight {
+    all: Arc<Mutex<HashMap<Claimed, Holder>>>,
+    released: Arc<Notify>,
+}
 
 /// Proof that this task alone works on the volume or snapshot; dropping it lets the next one in.
 #[derive(Debug)]
@@ -79,8 +83,14 @@ impl InFlight {
         self.all().contains_key(&id.into())
     }
 
+    /// Waits until a claim ends: what it was in the way of can be done. One that ended while nobody
+    /// waited counts.
+    pub async fn released(&self) {
+        self.released.notified().await;
+    }
+
     fn all(&self) -> MutexGuard<'_, HashMap<Claimed, Holder>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -101,6 +111,7 @@ impl Claim<SnapshotId> {
 impl<Id: Clone + Into<Claimed>> Drop for Claim<Id> {
     fn drop(&mut self) {
         self.all.all().remove(&self.id.clone().into());
+        self.all.released.notify_one();
     }
 }
 
@@ -139,6 +150,13 @@ mod test {
         assert!(all.claim(&"pvc-1".parse::<SnapshotId>().unwrap()).is_ok());
         drop(first);
         assert!(all.claim(&volume).is_ok());
+    }
+
+    #[tokio::test]
+    async fn the_end_of_a_claim_is_heard_also_by_who_listens_later() {
+        let all = InFlight::default();
+        drop(all.claim(&"pvc-1".parse::<VolumeId>().unwrap()).unwrap());
+        all.released().await;
     }
 
     #[test]

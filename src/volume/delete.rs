@@ -56,6 +56,27 @@ impl Volumes {
         Ok(outcome)
     }
 
+    /// The layers that go when this one loses its one name, from it down; none where others need it.
+    pub(super) fn would_go(&self, top: LayerId) -> Vec<LayerId> {
+        let state = self.state.lock();
+        let names =
+            |id| usize::from(state.volume_on(id).is_some()) + state.snapshots_of(id).count();
+        let (mut gone, mut next) = (Vec::new(), Some(top));
+        while let Some(id) = next {
+            let above = gone.last().copied();
+            let keeps_one = usize::from(above.is_none());
+            let is_needed = state.is_held(id)
+                || names(id) > keeps_one
+                || state.children(id).any(|child| Some(child) != above);
+            if is_needed {
+                break;
+            }
+            gone.push(id);
+            next = state.layers.get(&id).and_then(|layer| layer.record.parent);
+        }
+        gone
+    }
+
     /// Removes what a volume needed whose end is decided, and its record last.
     pub(super) fn remove_volume(&self, pool: &Pool, id: &VolumeId) -> Result<Outcome, pool::Error> {
         let path = pool.record(Kind::DeletingVolume, id);

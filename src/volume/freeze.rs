@@ -42,7 +42,7 @@ impl Freeze {
     }
 
     /// The layer that is frozen.
-    pub(super) fn frozen(&self) -> LayerId {
+    pub fn frozen(&self) -> LayerId {
         self.frozen.layer()
     }
 
@@ -79,6 +79,7 @@ impl Volumes {
         let record = self.make_layer(pool, *overlay, record, None)?;
         crash::point("freeze-overlay");
         self.add_layer(pool, *overlay, record)?;
+        self.state.lock().jobs.leave_alone(*overlay);
         crash::point("freeze-overlay-record");
         Ok(())
     }

@@ -35,6 +35,10 @@ use tokio_util::sync::CancellationToken;
 /// Layers below the active one that a volume has at most, if unnamed ones among them can be merged.
 const DEEPEST: usize = 8;
 
+/// How long the active layer of a volume that is served is left alone after it was put on. Who takes
+/// one snapshot soon takes the next, which would interrupt the work.
+pub const QUIET: Duration = Duration::from_secs(1);
+
 /// Bytes of size that are looked at in the time in which one byte is moved.
 const LOOKS_A_BYTE: u64 = 512;
 
@@ -50,6 +54,8 @@ const AFTER_FAILURE: Duration = Duration::from_secs(30);
 pub(super) struct Jobs {
     running: HashMap<LayerId, Running>,
     failed: HashMap<LayerId, Failed>,
+    /// Layers that were just put on, and until when they are left alone.
+    fresh: HashMap<LayerId, Instant>,
 }
 
 #[derive(Debug)]
@@ -64,6 +70,7 @@ struct Running {
     touched: Vec<LayerId>,
     interrupted: CancellationToken,
     done: watch::Receiver<()>,
+    purpose: Purpose,
     way: Way,
     progress: Arc<Progress>,
 }
@@ -176,6 +183,11 @@ impl Jobs {
         Some(Job { way: running.way.clone(), done, total })
     }
 
+    /// This layer was just put on.
+    pub(super) fn leave_alone(&mut self, layer: LayerId) {
+        self.fresh.insert(layer, Instant::now() + QUIET);
+    }
+
     /// Why it failed the last time, in words.
     pub(super) fn trouble(&self, layer: LayerId) -> Option<&str> {
         self.failed.get(&layer).map(|failed| failed.reason.as_str())
@@ -259,6 +271,7 @@ impl Volumes {
         let mut state = self.state.lock();
         let now = Instant::now();
         state.jobs.failed.retain(|_, failed| failed.until > now);
+        state.jobs.fresh.retain(|_, until| *until > now);
         let plans = match purpose {
             Purpose::Copy => state.detachments(),
             Purpose::Merge => [state.merges(), state.bypasses()].concat(),
@@ -277,6 +290,7 @@ impl Volumes {
                 touched: plan.touched(),
                 interrupted: interrupted.clone(),
                 done: is_done,
+                purpose,
                 way: way.clone(),
                 progress: progress.clone(),
             };
@@ -295,6 +309,22 @@ impl Volumes {
             });
         }
         None
+    }
+
+    /// A merge that is under way in the chain of this volume and ought to end before another layer
+    /// is put on, as there are too many already: what is heard when it ends.
+    pub fn pressing_merge(&self, id: &VolumeId) -> Option<watch::Receiver<()>> {
+        let state = self.state.lock();
+        let active = state.volumes.get(id)?.usable()?.1.phase.active();
+        let chain = state.chain(active).ok()?;
+        if chain.iter().filter(|layer| state.can_merge(**layer)).count() <= DEEPEST {
+            return None;
+        }
+        let merge = |layer| {
+            let running = state.jobs.running.get(layer)?;
+            (running.purpose == Purpose::Merge).then(|| running.done.clone())
+        };
+        chain.iter().find_map(merge)
     }
 
     /// Has all work on these layers stopped, and waits until it is. Whoever holds the claims of
@@ -439,7 +469,10 @@ impl State {
             [upper] if self.can_merge(lower) => Some(Plan { upper, lower, kind: Kind::Merge }),
             _ => None,
         };
-        children.into_iter().filter_map(plan).collect()
+        let mut plans: Vec<_> = children.into_iter().filter_map(plan).collect();
+        // Below an active layer first: nothing interrupts that, and no guest waits for it.
+        plans.sort_by_key(|plan| self.volume_on(plan.upper).is_some());
+        plans
     }
 
     /// The lowest unnamed layer of each chain that is too long.
@@ -516,6 +549,9 @@ impl State {
             return None;
         }
         let site = site(&volumes, used)?;
+        if site != Site::Workshop && self.jobs.fresh.contains_key(&plan.upper) {
+            return None;
+        }
         let upper = self.layer(plan.upper)?;
         let is_file = |volume| matches!(used(volume), Use::Bound | Use::Shown);
         if self.volume_on(plan.upper).is_some_and(is_file) {

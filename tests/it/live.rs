@@ -290,6 +290,7 @@ async fn snapshots_come_and_go_under_a_vm() {
     tell("DeleteSnapshot", deleted);
     let left = work.merged().await;
     eprintln!("at most {longest} layers, {left} at the end");
+    assert!(longest <= 20, "merges do not keep up: {longest} layers at once");
     assert!(left <= 2, "{left} layers are left");
     assert_eq!(names(&work.driver.path("pool/layers")).len(), left, "files of layers");
     work.end("snapshots that come and go").await;
