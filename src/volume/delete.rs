@@ -57,6 +57,7 @@ impl Volumes {
     }
 
     /// The layers that go when this one loses its one name, from it down; none where others need it.
+    /// What is only held counts, too: it may be let go at any moment.
     pub(super) fn would_go(&self, top: LayerId) -> Vec<LayerId> {
         let state = self.state.lock();
         let names =
@@ -65,9 +66,8 @@ impl Volumes {
         while let Some(id) = next {
             let above = gone.last().copied();
             let keeps_one = usize::from(above.is_none());
-            let is_needed = state.is_held(id)
-                || names(id) > keeps_one
-                || state.children(id).any(|child| Some(child) != above);
+            let is_needed =
+                names(id) > keeps_one || state.children(id).any(|child| Some(child) != above);
             if is_needed {
                 break;
             }
