@@ -17,7 +17,7 @@ demo:
 
 # Everything CI needs: unit tests, and the built driver against real daemons, VMs and csi-sanity.
 test:
-	@scripts/setup build vm remote sanity
+	@scripts/setup build vm remote rules sanity
 	cargo test --workspace --locked
 
 # The loss hunts at length: everything that serves a VM is killed again and again under load. Ten minutes.

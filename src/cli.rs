@@ -53,6 +53,9 @@ enum Command {
     Tree(tree::Args),
 }
 
+/// How long threads that may hang are waited for at the end; what changes anything has ended by then.
+const LAST_THREADS: std::time::Duration = std::time::Duration::from_secs(1);
+
 /// Runs the subcommand to its end.
 pub fn run(args: Args) -> ExitCode {
     start_tracing();
@@ -78,7 +81,11 @@ pub fn run(args: Args) -> ExitCode {
 }
 
 fn block_on(work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
-    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(work)
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let outcome = runtime.block_on(work);
+    // A thread that asks a disk which does not answer would keep the process for ever.
+    runtime.shutdown_timeout(LAST_THREADS);
+    outcome
 }
 
 async fn supervise(run_dir: &Path) -> anyhow::Result<()> {
@@ -86,11 +93,22 @@ async fn supervise(run_dir: &Path) -> anyhow::Result<()> {
 }
 
 /// Logs go to standard error: for people where that is a terminal, else one JSON object a line.
-/// `QSD_CSI_LOG` sets what is logged, in the words of tracing's `EnvFilter`; default `info`.
+/// `QSD_CSI_LOG_FORMAT` (`text` or `json`) says otherwise, and holds for all processes that are
+/// started from here. `QSD_CSI_LOG` sets what is logged, in the words of tracing's `EnvFilter`;
+/// default `info`.
 fn start_tracing() {
     let filter = EnvFilter::try_from_env("QSD_CSI_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
-    if io::stderr().is_terminal() { log.init() } else { log.json().flatten_event(true).init() }
+    let is_for_people = match std::env::var("QSD_CSI_LOG_FORMAT").as_deref() {
+        Ok("text") => true,
+        Ok("json") => false,
+        Ok(_) | Err(_) => io::stderr().is_terminal(),
+    };
+    if is_for_people {
+        log.init();
+    } else {
+        log.json().flatten_event(true).with_span_list(false).init();
+    }
 }
 
 /// Takes all the files we may have: a daemon costs the supervisor two, and the driver one, a VM

@@ -20,7 +20,6 @@ pub use metadata::SnapshotMetadata;
 pub use node::NodeService;
 
 use crate::{
-    blocking::blocking,
     node::Condition,
     volume::{Claim, Claimed, InvalidName, Volume, VolumeId},
 };
@@ -67,12 +66,11 @@ impl Edge {
 
     /// The conditions of these volumes, in their order.
     async fn conditions(&self, ids: Vec<VolumeId>) -> Vec<pb::csi::VolumeCondition> {
-        let (node, relayed) = (self.node.clone(), self.node.relayed().await);
         let told = |condition: Condition| pb::csi::VolumeCondition {
             abnormal: condition.is_abnormal(),
             message: condition.to_string(),
         };
-        blocking(move || ids.iter().map(|id| told(node.condition(id, &relayed))).collect()).await
+        self.node.conditions(ids).await.into_iter().map(told).collect()
     }
 
     /// Claims the volume or snapshot, so that nobody else works on it until `work` ends, and runs

@@ -29,6 +29,7 @@ pub mod cli;
 mod code;
 mod crash;
 pub mod csi;
+pub mod durations;
 pub mod extents;
 pub mod metrics;
 pub mod node;

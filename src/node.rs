@@ -14,6 +14,7 @@
 //! attachment takes the volume's `Claim`.
 
 mod attachment;
+mod cause;
 mod change;
 mod condition;
 pub mod device;
@@ -21,6 +22,7 @@ mod encryption;
 mod ephemeral;
 pub mod filesystem;
 mod form;
+mod health;
 mod host;
 mod image;
 mod layers;
@@ -31,6 +33,7 @@ mod readers;
 mod recover;
 mod relayed;
 mod stage;
+mod tally;
 mod tend;
 #[cfg(test)]
 mod testbed;
@@ -38,13 +41,16 @@ mod tool;
 mod trial;
 mod upgrade;
 
+pub use cause::Cause;
 pub use condition::Condition;
 pub use ephemeral::Inline;
 pub use form::{Capability, Form, Group};
+pub use health::{Part, Staged, View};
 pub use host::{Bound, Error as HostError, HostPath};
 pub use publish::Publish;
 pub use relayed::Relayed;
 pub use stage::Stage;
+pub use tally::{Counted, Fate};
 pub use upgrade::{Upgrade, When};
 
 use crate::{
@@ -55,11 +61,13 @@ use crate::{
     source::{Access, SecretError},
     store, supervisor,
     volume::{
-        self, Busy, Cache, Claim, Claimed, CopyMode, Format, InFlight, LayerId, NodeName, Outcome,
+        self, Busy, Cache, Claim, Claimed, CopyMode, Format, InFlight, LayerId, NodeName,
         ParameterError, Passphrase, RunKey, Volume, VolumeId, Volumes,
     },
 };
 use attachment::Attachment;
+use cause::{Entrance, Leaving};
+use health::Health;
 use image::Image;
 use std::{
     collections::HashMap,
@@ -68,8 +76,10 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
+use tally::Tally;
 use tokio::{sync::Notify, time::sleep};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tracing::{info, warn};
 use trial::Trials;
 
 /// Why the node said no.
@@ -358,6 +368,8 @@ pub struct Node {
     supervisor: supervisor::Client,
     relay: relay::Client,
     trials: Arc<Trials>,
+    tally: Arc<Tally>,
+    health: Arc<Health>,
     claims: InFlight,
     attached: Arc<Mutex<HashMap<VolumeId, Attached>>>,
     work: Arc<Notify>,
@@ -372,6 +384,8 @@ struct Attached {
     service: Service,
     /// How often its daemon was started again since the driver started.
     restarts: u64,
+    /// The last daemon, where the next is to take its place.
+    leaving: Option<Leaving>,
     /// How often in a row it died soon after it was started.
     hasty_ends: u32,
     /// Whether its daemon shows it as a file, too.
@@ -432,11 +446,9 @@ impl Node {
         }
     }
 
-    /// How many daemons serve, and how many should but do not.
-    pub fn daemons(&self) -> (usize, usize) {
-        let attached = self.attached();
-        let up = attached.values().filter(|one| matches!(one.service, Service::Up(_))).count();
-        (up, attached.len() - up)
+    /// What happened since the driver started.
+    pub fn counted(&self) -> Counted {
+        self.tally.counted()
     }
 
     /// What is known of the attachment of a volume, if it is staged.
@@ -597,13 +609,48 @@ impl Node {
 
     /// Notes that a daemon serves the volume, and has its end watched from now on, also if it has
     /// ended already.
-    fn serves(&self, volume: &VolumeId, daemon: Daemon, outcome: Outcome) {
+    fn serves(&self, volume: &VolumeId, daemon: Daemon, entrance: Entrance) {
         let mut attached = self.attached();
         let Some(one) = attached.get_mut(volume) else { return };
-        one.restarts += u64::from(outcome == Outcome::Done);
+        self.note_entrance(one, &daemon, entrance);
         one.service = Service::Up(daemon.clone());
         one.image = Image::Hidden; // until it is looked at
         self.tasks.spawn(self.clone().watch_monitor(volume.clone(), daemon));
+    }
+
+    /// Tells of a daemon that serves from now on, in one line, and counts it.
+    fn note_entrance(&self, one: &mut Attached, daemon: &Daemon, entrance: Entrance) {
+        let (volume, pid, version) = (&one.attachment.volume, daemon.pid(), daemon.version());
+        let leaving = one.leaving.take();
+        match entrance {
+            Entrance::Staged => info!(%volume, pid, version, reason = "staged", "daemon started"),
+            Entrance::TakenOver => info!(%volume, pid, version, "daemon taken over"),
+            Entrance::Moved(stopped) => {
+                let (reason, seconds) = (Cause::Upgraded.as_str(), stopped.as_secs_f64());
+                let replaces = one.pid();
+                info!(%volume, pid, version, replaces, reason, seconds, "daemon replaced");
+            }
+            Entrance::Again => {
+                let cause = leaving.as_ref().map_or(Cause::Died, |one| one.cause);
+                one.restarts += 1;
+                self.tally.note_restart(cause);
+                let reason = cause.as_str();
+                match leaving {
+                    Some(Leaving { pid: replaces, error, .. }) if cause != Cause::Died => {
+                        let error = Some(error).filter(|error| !error.is_empty());
+                        info!(%volume, pid, version, replaces, reason, error, "daemon replaced");
+                    }
+                    Some(_) | None => info!(%volume, pid, version, reason, "daemon started"),
+                }
+            }
+        }
+    }
+
+    /// Notes that a daemon is given up by the driver itself, and why: nobody is told that it died.
+    fn gives_up(&self, volume: &VolumeId, pid: i32, cause: Cause, error: &str) {
+        if let Some(one) = self.attached().get_mut(volume) {
+            one.leaving = Some(Leaving { pid: Some(pid), cause, error: error.to_owned() });
+        }
     }
 
     fn find(&self, volume: &VolumeId) -> Option<Attached> {
@@ -618,7 +665,7 @@ impl Node {
             Err(Error::Store { source, volume })
                 if source.io_kind() == Some(io::ErrorKind::StorageFull) =>
             {
-                tracing::warn!(%volume, error = %Chain(&source), "run-dir");
+                warn!(%volume, error = %Chain(&source), "run-dir");
             }
             outcome => outcome?,
         }
@@ -655,7 +702,21 @@ impl Attached {
     /// An attachment of whose daemon nothing is known yet.
     fn new(attachment: Attachment) -> Self {
         let service = Service::Down { reason: "not looked at yet".to_owned() };
-        Self { attachment, service, restarts: 0, hasty_ends: 0, image: Image::Hidden }
+        let (restarts, hasty_ends, image) = (0, 0, Image::Hidden);
+        Self { attachment, service, restarts, leaving: None, hasty_ends, image }
+    }
+
+    /// The process id of its daemon, if one serves it.
+    fn pid(&self) -> Option<i32> {
+        match &self.service {
+            Service::Up(daemon) => Some(daemon.pid()),
+            Service::Down { .. } => None,
+        }
+    }
+
+    /// Whether this daemon is given up by the driver itself.
+    fn is_given_up(&self, pid: i32) -> bool {
+        self.leaving.as_ref().is_some_and(|one| one.pid == Some(pid) && one.cause != Cause::Died)
     }
 }
 

@@ -17,6 +17,9 @@
 //! ```
 
 mod encrypted;
+mod health;
+
+pub use health::Trouble;
 
 use crate::{
     qcow2,
@@ -83,7 +86,7 @@ pub enum Error {
 pub struct Pool {
     name: PoolName,
     dir: PathBuf,
-    _lock: File,
+    lock: File,
 }
 
 /// How many bytes a pool has.
@@ -167,7 +170,7 @@ impl Pool {
         for made in [&records, &dir, dir.parent().unwrap_or(&dir)] {
             store::sync(made).map_err(fail("syncing", made))?;
         }
-        let pool = Self { name, dir, _lock: lock };
+        let pool = Self { name, dir, lock };
         pool.sweep()?;
         pool.identify()?;
         pool.try_direct_io()?;
@@ -188,8 +191,12 @@ impl Pool {
     pub fn space(&self) -> Result<Space, Error> {
         let fs = rustix::fs::statvfs(&self.dir)
             .map_err(|error| self.io("measuring", &self.dir)(error.into()))?;
+        Ok(Self::space_of(&fs))
+    }
+
+    fn space_of(fs: &rustix::fs::StatVfs) -> Space {
         let bytes = |blocks: u64| Bytes::new(blocks.saturating_mul(fs.f_frsize));
-        Ok(Space { total: bytes(fs.f_blocks), free: bytes(fs.f_bavail) })
+        Space { total: bytes(fs.f_blocks), free: bytes(fs.f_bavail) }
     }
 
     /// Where the bytes of a layer lie.

@@ -62,7 +62,7 @@ pub(super) struct Args {
     /// The qemu-storage-daemon to run; of several, the newest
     #[arg(long, value_name = "PATH", default_value = "qemu-storage-daemon")]
     qsd: Vec<PathBuf>,
-    /// Address to serve /metrics and /healthz on
+    /// Address to serve /metrics, /healthz (alive) and /readyz (ready) on
     #[arg(long, value_name = "ADDR:PORT")]
     metrics: Option<SocketAddr>,
 }
@@ -110,21 +110,22 @@ pub(super) async fn run(args: Args) -> anyhow::Result<()> {
         }
         None => None,
     };
-    let qsd = args.qsd.iter().map(|program| find_program(program)).collect::<Result<_, _>>()?;
-    let qsd = Programs::new(qsd);
-    let volumes = Arc::new(Volumes::recover(open_pools(args.pools)?, args.overcommit)?);
-    let program = std::env::current_exe().context("finding this program")?;
-    let config = Config { name: args.node_id, run, qsd, program };
-    let node = Node::start(config, volumes).await?;
     let metrics = Metrics::default();
     if let Some(listener) = metrics_listener {
-        let served = metrics.clone().serve(listener, node.clone(), stop.clone());
+        let served = metrics.clone().serve(listener, stop.clone());
         tokio::spawn(async move {
             if let Err(error) = served.await {
                 warn!(error = format!("{error:#}"), "metrics");
             }
         });
     }
+    let qsd = args.qsd.iter().map(|program| find_program(program)).collect::<Result<_, _>>()?;
+    let qsd = Programs::new(qsd);
+    let volumes = Arc::new(Volumes::recover(open_pools(args.pools)?, args.overcommit)?);
+    let program = std::env::current_exe().context("finding this program")?;
+    let config = Config { name: args.node_id, run, qsd, program };
+    let node = Node::start(config, volumes).await?;
+    metrics.serving(node.clone(), begin.elapsed());
     info!(endpoint = %args.endpoint, seconds = begin.elapsed().as_secs_f64(), "serving");
     serve(listener, &node, metrics, stop).await?;
     node.shut_down().await;

@@ -61,7 +61,7 @@ impl controller_server::Controller for Controller {
             |claim: Arc<Claim>, node: Node| async move { node.create(claim, new, secrets).await };
         let (volume, outcome) = self.0.claimed(&id, create).await?;
         if outcome == Outcome::Done {
-            info!(volume = %id, size = %volume.size(), pool = %volume.pool(), "created");
+            info!(volume = %id, size = %volume.size(), pool = %volume.pool(), "volume created");
         }
         let volume = Some(self.message(&volume));
         Ok(Response::new(pb::CreateVolumeResponse { volume }))
@@ -75,7 +75,7 @@ impl controller_server::Controller for Controller {
         if let Ok(id) = parse::volume_id(request.into_inner().volume_id)? {
             let delete = |claim: Arc<Claim>, node: Node| async move { node.delete(claim).await };
             if self.0.claimed(&id, delete).await? == Outcome::Done {
-                info!(volume = %id, "deleted");
+                info!(volume = %id, "volume deleted");
             }
         }
         Ok(Response::new(pb::DeleteVolumeResponse::default()))
@@ -237,7 +237,7 @@ impl controller_server::Controller for Controller {
         };
         let (snapshot, outcome) = self.0.claimed(&id, work).await?;
         if outcome == Outcome::Done {
-            info!(snapshot = %id, volume = %snapshot.source(), "snapshot taken");
+            info!(snapshot = %id, volume = %snapshot.source(), "snapshot created");
         }
         let snapshot = Some(snapshot_message(&snapshot));
         Ok(Response::new(pb::CreateSnapshotResponse { snapshot }))

@@ -4,7 +4,6 @@ use super::{
     DRIVER, Edge,
     pb::csi::{self as pb, identity_server},
 };
-use crate::blocking::blocking;
 use pb::plugin_capability::{Service, Type, VolumeExpansion, service, volume_expansion};
 use tonic::{Request, Response, Status};
 
@@ -43,16 +42,12 @@ impl identity_server::Identity for Identity {
         Ok(Response::new(pb::GetPluginCapabilitiesResponse { capabilities }))
     }
 
-    /// Well while every pool can be asked how full it is.
+    /// The same story as `/readyz` tells.
     async fn probe(
         &self,
         _request: Request<pb::ProbeRequest>,
     ) -> Result<Response<pb::ProbeResponse>, Status> {
-        let volumes = self.0.node.volumes().clone();
-        let space = blocking(move || volumes.space(None)).await;
-        space.map_err(|error| {
-            Status::failed_precondition(crate::chain::Chain(&error).to_string())
-        })?;
+        self.0.node.readiness().await.map_err(Status::failed_precondition)?;
         Ok(Response::new(pb::ProbeResponse { ready: Some(true) }))
     }
 }

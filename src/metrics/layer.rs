@@ -1,12 +1,11 @@
 //! The tower layer that times every call.
 
-use super::{Call, Metrics};
+use super::Metrics;
 use crate::code;
 use http::{Request, Response};
 use std::{
     pin::Pin,
     task::{Context, Poll},
-    time::Instant,
 };
 use tonic::{Code, Status};
 use tower::{Layer, Service};
@@ -44,20 +43,14 @@ where
     }
 
     fn call(&mut self, request: Request<In>) -> Self::Future {
-        // `/csi.v1.Controller/CreateVolume`
-        let rpc = request.uri().path().rsplit('/').next().unwrap_or_default().to_owned();
-        let metrics = self.metrics.clone();
-        let begin = Instant::now();
+        let call = self.metrics.calls.begin(request.uri().path());
         let work = self.inner.call(request);
         Box::pin(async move {
             let response = work.await?;
             // A unary call that fails says so in its headers; one without a word went well.
             let status = Status::from_header_map(response.headers());
             let code = status.map_or(Code::Ok, |status| status.code());
-            // A path that is no method of ours comes from outside, and must not become a label.
-            let rpc = if code == Code::Unimplemented { "other".to_owned() } else { rpc };
-            let call = Call { rpc, code: code::name(code).to_owned() };
-            metrics.seconds.get_or_create(&call).observe(begin.elapsed().as_secs_f64());
+            call.answered(code::name(code));
             Ok(response)
         })
     }

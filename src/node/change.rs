@@ -1,6 +1,6 @@
 //! Changes to a volume that is there: its size and its limits, also while a VM uses it.
 
-use super::{Error, Node, Service};
+use super::{Cause, Error, Node, Service};
 use crate::{
     blocking::blocking,
     chain::Chain,
@@ -69,7 +69,7 @@ impl Node {
         }
         let (volumes, of) = (self.volumes.clone(), claim.clone());
         let volume = blocking(move || volumes.finish_expansion(&of)).await?;
-        info!(volume = %id, %size, "expanded");
+        info!(volume = %id, %size, "volume expanded");
         self.nudge();
         Ok(volume)
     }
@@ -108,6 +108,7 @@ impl Node {
                 }
             }
         }
+        self.gives_up(id, daemon.pid(), Cause::Resized, "");
         daemon.stop(&self.supervisor).await?;
         let grown = self.grow_image(claim).await;
         self.restart_for_sure(claim).await?;
@@ -173,7 +174,7 @@ impl Node {
             taken_back?;
             return Err(error);
         }
-        info!(volume = %id, limits = ?after.limits().collect::<Vec<_>>(), "modified");
+        info!(volume = %id, limits = ?after.limits().collect::<Vec<_>>(), "volume modified");
         Ok(Outcome::Done)
     }
 }

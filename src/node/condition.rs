@@ -7,15 +7,17 @@ use super::{
     Attached, Form, HostPath, Node, Relayed, Service,
     attachment::Attachment,
     device::LoopDevice,
+    health::troubles_of,
     host::LOOP_MAJOR,
     image::{CONTESTED, Image},
 };
 use crate::{
+    blocking::blocking,
     chain::Chain,
-    pool::{Pool, Space},
+    pool::Space,
     volume::{Entry, PoolName, VolumeId},
 };
-use std::path::Path;
+use std::{collections::BTreeMap, path::Path};
 
 /// Of this many parts of a pool the last one counts as nothing.
 const PARTS: u64 = 64;
@@ -45,8 +47,25 @@ impl std::fmt::Display for Condition {
 }
 
 impl Node {
-    /// The condition of a volume, with what the relay has to tell.
-    pub fn condition(&self, id: &VolumeId, relayed: &Relayed) -> Condition {
+    /// The conditions of volumes, in their order, with what the relay has to tell.
+    pub async fn conditions(&self, ids: Vec<VolumeId>) -> Vec<Condition> {
+        let (pools, relayed) = tokio::join!(self.pools(), self.relayed_in_time());
+        let relayed = relayed.flatten().unwrap_or_default();
+        let (node, troubles) = (self.clone(), troubles_of(&pools));
+        let of_each = move || {
+            let condition = |id| node.condition_in(id, &relayed, &troubles);
+            ids.iter().map(condition).collect()
+        };
+        blocking(of_each).await
+    }
+
+    /// The condition of a volume, with what is wrong with the pools.
+    pub(super) fn condition_in(
+        &self,
+        id: &VolumeId,
+        relayed: &Relayed,
+        pools: &BTreeMap<PoolName, String>,
+    ) -> Condition {
         let pool = match self.volumes.entry(id) {
             Ok(Entry::Volume(volume)) => volume.pool().clone(),
             Ok(Entry::Damaged { reason, .. }) => {
@@ -66,16 +85,8 @@ impl Node {
             let seconds = front.oldest_ms / 1000;
             troubles.push(format!("a request of its VM has had no answer for {seconds} s"));
         }
-        troubles.extend(self.trouble_of(&pool));
+        troubles.extend(pools.get(&pool).cloned());
         Condition(troubles)
-    }
-
-    fn trouble_of(&self, name: &PoolName) -> Option<String> {
-        let pool = self.volumes.pools().iter().find(|pool| pool.name() == name)?;
-        match pool.space() {
-            Ok(space) => is_full(space).then(|| full(pool, space)),
-            Err(error) => Some(Chain(&error).to_string()),
-        }
     }
 
     /// What is not as it should be with a volume though a daemon serves it.
@@ -130,13 +141,13 @@ fn is_over((major, minor): (u32, u32), disk: &Path) -> bool {
     major == LOOP_MAJOR && LoopDevice::is_over(minor, disk)
 }
 
-fn is_full(space: Space) -> bool {
+pub(super) fn is_full(space: Space) -> bool {
     space.free.count() < space.total.count() / PARTS
 }
 
-fn full(pool: &Pool, space: Space) -> String {
+pub(super) fn full(pool: &PoolName, space: Space) -> String {
     let Space { total, free } = space;
-    format!("pool {} is full: {free} of {total} are free, and writes fail", pool.name())
+    format!("pool {pool} is full: {free} of {total} are free, and writes fail")
 }
 
 #[cfg(test)]

@@ -35,7 +35,7 @@ impl Node {
         };
         crash::point("encrypt-header");
         tokio::task::block_in_place(|| self.volumes.encrypt(claim, &luks))?;
-        info!(volume = %id, seconds = begin.elapsed().as_secs_f64(), "encrypted");
+        info!(volume = %id, seconds = begin.elapsed().as_secs_f64(), "volume encrypted");
         Ok(())
     }
 

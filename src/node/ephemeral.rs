@@ -46,7 +46,11 @@ impl Node {
             capability,
             access,
         };
-        let (_, created) = self.create(claim.clone(), new, secrets.clone()).await?;
+        let (volume, created) = self.create(claim.clone(), new, secrets.clone()).await?;
+        if created == Outcome::Done {
+            let (size, pool) = (volume.size(), volume.pool());
+            info!(volume = %volume.id(), %size, %pool, reason = "a pod needs it", "volume created");
+        }
         crash::point("ephemeral-created");
         let published = self.open_inline(&claim, secrets, open).await;
         if published.is_err()
@@ -100,7 +104,7 @@ impl Node {
             .map_err(Error::run(staging_path.as_path()))?;
         crash::point("ephemeral-unstaged");
         if self.delete(claim).await? == Outcome::Done {
-            info!(volume = %id, "deleted with its pod");
+            info!(volume = %id, reason = "its pod is gone", "volume deleted");
         }
         Ok(())
     }

@@ -141,7 +141,7 @@ impl Node {
         }
         self.mount_image(id).await?;
         self.note_image(id, Image::Shown);
-        info!(volume = %id, "disk.img is there");
+        info!(volume = %id, "disk.img shown");
         Ok(())
     }
 

@@ -9,7 +9,7 @@
 //!
 //! What the daemon does not do as told, the next one does: it is built from the records.
 
-use super::{Error, Node, Service};
+use super::{Cause, Error, Node, Service};
 use crate::{
     blocking::blocking,
     chain::Chain,
@@ -23,7 +23,7 @@ use crate::{
     },
 };
 use std::sync::Arc;
-use tracing::{error, info, warn};
+use tracing::{error, info};
 
 impl Node {
     /// Creates a volume, or finds the one that an earlier call with the same wishes created.
@@ -208,7 +208,8 @@ impl Node {
         let moved = self.relay.switch(&id.run_key(), &backend).await;
         let stopped =
             moved.map_err(|source: relay::Error| Error::Relay { volume: id.clone(), source })?;
-        info!(volume = %id, ?stopped, ?after, "acknowledges writes otherwise");
+        let seconds = stopped.as_secs_f64();
+        info!(volume = %id, seconds, durability = ?after, "export replaced");
         next.remove_export(before).await.map_err(failed)?;
         if let Some(one) = self.attached().get_mut(id) {
             one.service = Service::Up(next.clone());
@@ -233,7 +234,7 @@ impl Node {
         why: &Error,
     ) -> Result<(), Error> {
         let id = claim.volume();
-        warn!(volume = %id, pid = daemon.pid(), error = %Chain(why), "replacing a daemon");
+        self.gives_up(id, daemon.pid(), Cause::Doubtful, &Chain(why).to_string());
         let ended = async {
             if why.is_of_deaf_daemon() {
                 self.supervisor.kill(daemon.key()).await?; // it would not hear that it is to end
@@ -242,7 +243,7 @@ impl Node {
         };
         if let Err(error) = ended.await {
             let reason = Chain(&error).to_string();
-            error!(volume = %id, error = reason, "ending a daemon");
+            error!(volume = %id, pid = daemon.pid(), error = reason, "daemon does not end");
             if let Some(one) = self.attached().get_mut(id) {
                 one.service = Service::Down { reason };
             }
@@ -250,7 +251,7 @@ impl Node {
             return Err(error.into());
         }
         if let Err(error) = self.restart_for_sure(claim).await {
-            error!(volume = %id, error = %Chain(&error), "replacing a daemon");
+            error!(volume = %id, error = %Chain(&error), "volume not served");
         }
         Ok(())
     }
@@ -258,6 +259,7 @@ impl Node {
     /// Lets a daemon end, and starts another from the records in its place. The relay keeps what
     /// the VM asks for meanwhile.
     pub(super) async fn replace(&self, claim: &Claim, daemon: &Daemon) -> Result<(), Error> {
+        self.gives_up(claim.volume(), daemon.pid(), Cause::Upgraded, "");
         daemon.stop(&self.supervisor).await?;
         self.restart_for_sure(claim).await
     }

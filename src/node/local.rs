@@ -204,7 +204,7 @@ impl Node {
         crash::point("node-stage-formatting");
         filesystem::make(device, kind, overwrite).await.map_err(failed())?;
         self.volumes.set_formatting(claim, false)?;
-        info!(volume = %id, %kind, "made a file system");
+        info!(volume = %id, %kind, "file system made");
         Ok(())
     }
 

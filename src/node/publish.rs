@@ -81,7 +81,7 @@ impl Node {
         if bound? == Bound::Already {
             return Ok(Outcome::AlreadySo);
         }
-        info!(volume = %id, target_path = %target.display(), "published");
+        info!(volume = %id, target_path = %target.display(), "volume published");
         Ok(Outcome::Done)
     }
 
@@ -104,7 +104,13 @@ impl Node {
         self.close_reader(id, target.as_path()).await?;
         let forgotten = self.forget_target(claim, target)?;
         self.leave_image(id);
-        obstacle.map_or(Ok(forgotten), |error| Err(error.into()))
+        if let Some(error) = obstacle {
+            return Err(error.into());
+        }
+        if forgotten == Outcome::Done {
+            info!(volume = %id, target_path = %target.as_path().display(), "volume unpublished");
+        }
+        Ok(forgotten)
     }
 
     /// The form in which the volume is at a target: of one that nobody knows, by what is there.
@@ -127,7 +133,6 @@ impl Node {
             return Ok(Outcome::AlreadySo);
         }
         self.note_leaving(next)?;
-        info!(volume = %id, target_path = %target.as_path().display(), "unpublished");
         Ok(Outcome::Done)
     }
 

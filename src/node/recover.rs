@@ -5,7 +5,7 @@
 //! driven on. Afterwards one task watches the supervisor, and starts again what dies.
 
 use super::{
-    Attached, CLAIM_RETRY, Config, Error, Node, Service,
+    Attached, CLAIM_RETRY, Cause, Config, Entrance, Error, Leaving, Node, Service,
     attachment::{Attachment, Phase},
 };
 use crate::{
@@ -15,13 +15,13 @@ use crate::{
     run::{DaemonKey, Slot},
     store, supervisor,
     supervisor::{Process, State},
-    volume::{Claim, InFlight, Outcome, RunKey, VolumeId, Volumes},
+    volume::{Claim, InFlight, RunKey, VolumeId, Volumes},
 };
 use futures_util::StreamExt as _;
 use std::{collections::HashMap, fs, sync::Arc, time::Duration};
 use tokio::time::{Instant, sleep};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
-use tracing::{error, info, warn};
+use tracing::{debug, error, info, warn};
 
 /// Attachments looked at side by side at start-up: most of the time goes in waiting for daemons.
 const ABREAST: usize = 16;
@@ -53,6 +53,8 @@ impl Node {
             supervisor,
             relay,
             trials: Arc::default(),
+            tally: Arc::default(),
+            health: Arc::default(),
             claims: InFlight::default(),
             attached: Arc::default(),
             work: Arc::default(),
@@ -75,6 +77,7 @@ impl Node {
         }
         node.tasks.spawn(node.clone().watch(exits));
         node.tasks.spawn(node.clone().watch_relay());
+        node.tasks.spawn(node.clone().watch_pools());
         node.tasks.spawn(node.clone().tend());
         node.tasks.spawn(node.clone().resume_expansions());
         Ok(node)
@@ -167,7 +170,7 @@ impl Node {
     async fn take_over(&self, id: &VolumeId, running: &HashMap<DaemonKey, i32>) {
         let serving = self.serving(id);
         let Some(&pid) = running.get(&serving) else {
-            warn!(volume = %id, "its daemon is gone");
+            self.note_gone(id);
             return self.start_revival(id.clone()).await;
         };
         let adopted = async {
@@ -179,18 +182,14 @@ impl Node {
         };
         match adopted.await {
             Ok(daemon) => {
-                info!(volume = %id, pid, "taken over");
-                self.serves(id, daemon, Outcome::AlreadySo);
+                self.serves(id, daemon, Entrance::TakenOver);
                 self.settle_image_if_can_be(id).await;
             }
-            Err(error) if error.is_outdated() => {
-                warn!(volume = %id, error = %Chain(&error), "replacing a daemon");
-                self.start_revival(id.clone()).await;
-            }
+            Err(error) if error.is_outdated() => self.start_revival(id.clone()).await,
             // A VM may be at work on it: a deaf daemon serves, and so it is not killed.
             Err(error) => {
                 let reason = format!("its daemon {pid} cannot be taken over: {}", Chain(&error));
-                error!(volume = %id, reason, "left alone");
+                error!(volume = %id, pid, reason, "daemon left alone");
                 if let Some(one) = self.attached().get_mut(id) {
                     one.service = Service::Down { reason };
                 }
@@ -218,7 +217,7 @@ impl Node {
         }
         let Ok(claim) = self.claims.claim_briefly(&id) else { return };
         if let Err(error) = self.restart(&claim).await {
-            error!(volume = %id, error = %Chain(&error), "not served");
+            error!(volume = %id, error = %Chain(&error), "volume not served");
             self.tasks.spawn(self.clone().revive(id, FIRST_PAUSE));
         }
     }
@@ -233,7 +232,8 @@ impl Node {
             match exit {
                 Ok(exit) => self.note_exit(&exit.key, exit.pid, &exit.how),
                 Err(error) => {
-                    warn!(error = %Chain(&error), "the supervisor is gone");
+                    warn!(error = %Chain(&error), "supervisor lost");
+                    self.health.note_supervisor(true);
                     tokio::select! {
                         again = self.watch_again() => exits = again,
                         () = self.stop.cancelled() => return,
@@ -252,6 +252,8 @@ impl Node {
             };
             match again.await {
                 Ok((exits, running)) => {
+                    self.health.note_supervisor(false);
+                    info!("supervisor back");
                     self.note_missing(&running);
                     return exits;
                 }
@@ -290,11 +292,29 @@ impl Node {
         });
         let Some(one) = dead else { return };
         let Service::Up(daemon) = &one.service else { return };
-        one.hasty_ends = if daemon.served() < STEADY { one.hasty_ends + 1 } else { 0 };
-        let pause = pause_after(one.hasty_ends);
-        warn!(volume = %id, pid, how, ?pause, "its daemon died");
+        let pause = if one.is_given_up(pid) {
+            debug!(volume = %id, pid, how, "daemon ended");
+            Duration::ZERO // whoever ended it has the claim, and starts the next
+        } else {
+            one.hasty_ends = if daemon.served() < STEADY { one.hasty_ends + 1 } else { 0 };
+            let pause = pause_after(one.hasty_ends);
+            let seconds = daemon.served().as_secs_f64();
+            warn!(volume = %id, pid, reason = how, seconds, ?pause, "daemon died");
+            let error = how.to_owned();
+            one.leaving = Some(Leaving { pid: Some(pid), cause: Cause::Died, error });
+            pause
+        };
         one.service = Service::Down { reason: how.to_owned() };
         self.tasks.spawn(self.clone().revive(id.clone(), pause));
+    }
+
+    /// The daemon of an attachment ended while no driver was there.
+    fn note_gone(&self, id: &VolumeId) {
+        let reason = "it ended while there was no driver";
+        warn!(volume = %id, reason, "daemon died");
+        if let Some(one) = self.attached().get_mut(id) {
+            one.leaving = Some(Leaving { pid: None, cause: Cause::Died, error: reason.to_owned() });
+        }
     }
 
     /// Has the daemon of a volume started again in the background.
@@ -315,11 +335,24 @@ impl Node {
             if !self.attached().get(&id).is_some_and(down) {
                 return;
             }
+            let before = self.trouble(&id);
             match self.restart(&claim).await {
                 Ok(()) => return,
-                Err(error) => error!(volume = %id, error = %Chain(&error), "not served"),
+                // Told of once, and not again at each attempt.
+                Err(error) if self.trouble(&id) == before => {
+                    debug!(volume = %id, error = %Chain(&error), "volume not served");
+                }
+                Err(error) => error!(volume = %id, error = %Chain(&error), "volume not served"),
             }
             pause = (pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+        }
+    }
+
+    /// Why no daemon serves an attachment.
+    fn trouble(&self, id: &VolumeId) -> Option<String> {
+        match self.find(id)?.service {
+            Service::Up(_) => None,
+            Service::Down { reason } => Some(reason),
         }
     }
 

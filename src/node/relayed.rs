@@ -1,6 +1,6 @@
 //! The relay, as the node sees it: which daemon it leads to, and what it has to tell.
 
-use super::{Error, Group, Node, Service, image::Image};
+use super::{Cause, Error, Group, Node, Service, image::Image};
 use crate::{
     chain::Chain,
     qsd::{Daemon, Outlet},
@@ -18,12 +18,15 @@ const ROUND: Duration = Duration::from_secs(1);
 /// What the relay knows of the volumes it serves.
 pub type Relayed = HashMap<RunKey, relay::Relayed>;
 
+/// The volumes that the relay serves, each by its key.
+pub(super) fn by_key(status: relay::Status) -> Relayed {
+    status.volumes.into_iter().map(|one| (one.key.clone(), one)).collect()
+}
+
 impl Node {
     /// What the relay has to tell of the volumes; nothing while it does not answer.
     pub async fn relayed(&self) -> Relayed {
-        let status = self.relay.look().await;
-        let volumes = status.map_or_else(Vec::new, |status| status.volumes);
-        volumes.into_iter().map(|one| (one.key.clone(), one)).collect()
+        self.relay.look().await.map(by_key).unwrap_or_default()
     }
 
     /// Has the relay lead VMs to this daemon, if it serves any.
@@ -63,7 +66,7 @@ impl Node {
     ) -> Result<(), Error> {
         let other = DaemonKey { slot: serving.slot.other(), ..serving.clone() };
         if running.contains_key(&other) {
-            info!(key = %other, "ending a daemon that serves nobody");
+            info!(key = %other, reason = "it serves nobody", "daemon ended");
             self.supervisor.kill(&other).await?;
         }
         Ok(())
@@ -94,6 +97,7 @@ impl Node {
             return;
         }
         let relayed = self.relayed().await;
+        self.tally.note_stalls(&relayed);
         for (id, daemon, keys) in served {
             let front = |key: &RunKey| relayed.get(key).and_then(|one| one.front_end.as_ref());
             if !keys.iter().all(|key| relayed.contains_key(key)) {
@@ -132,17 +136,19 @@ impl Node {
             return;
         }
         match self.lead_to(id, daemon).await {
-            Ok(()) => info!(volume = %id, "relayed again"),
-            Err(error) => error!(volume = %id, error = %Chain(&error), "not relayed"),
+            Ok(()) => info!(volume = %id, "volume relayed again"),
+            Err(error) => error!(volume = %id, error = %Chain(&error), "volume not relayed"),
         }
     }
 
     /// Its requests are noted, and the next daemon does them again.
     async fn end_deaf(&self, id: &VolumeId, daemon: &Daemon) {
         let Ok(_claim) = self.claims.claim_briefly(id) else { return };
-        warn!(volume = %id, pid = daemon.pid(), "ending a daemon that does not answer the relay");
+        let error = "it did not answer the relay";
+        warn!(volume = %id, pid = daemon.pid(), error, "daemon is deaf");
+        self.gives_up(id, daemon.pid(), Cause::Deaf, error);
         if let Err(error) = self.supervisor.kill(daemon.key()).await {
-            error!(volume = %id, error = %Chain(&error), "ending a daemon");
+            error!(volume = %id, error = %Chain(&error), "daemon does not end");
         }
     }
 }

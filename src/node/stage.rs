@@ -1,7 +1,7 @@
 //! Staging: the daemon of a volume is started, its export opened, and ended again.
 
 use super::{
-    Attached, Capability, Error, Form, HostPath, Node, Service,
+    Attached, Capability, Cause, Entrance, Error, Form, HostPath, Node, Service,
     attachment::{Attachment, Phase},
 };
 use crate::{
@@ -105,11 +105,12 @@ impl Node {
             self.lead_to(id, &daemon).await?;
             crash::point("node-stage-served");
             self.mount_staged(claim, &intent).await?;
-            info!(volume = %id, pid = daemon.pid(), version = daemon.version(), "staged");
             let staged = intent.in_phase(Phase::Staged);
             self.save(&staged)?;
             self.attached().insert(id.clone(), Attached::new(staged));
-            self.serves(id, daemon, Outcome::AlreadySo);
+            self.serves(id, daemon, Entrance::Staged);
+            let Capability { access, form, .. } = &stage.capability;
+            info!(volume = %id, access = access.as_str(), %form, "volume staged");
             Ok(())
         };
         let outcome = steps.await;
@@ -149,12 +150,13 @@ impl Node {
         crash::point("node-unstage-relay");
         if let Service::Up(daemon) = service {
             daemon.stop(&self.supervisor).await?;
+            info!(volume = %id, pid = daemon.pid(), reason = "unstaged", "daemon ended");
         }
         crash::point("node-unstage-stopped");
         self.clear(id).await?;
         self.attached().remove(id);
         self.nudge(); // what was in use may be merged now
-        info!(volume = %id, "unstaged");
+        info!(volume = %id, "volume unstaged");
         Ok(Outcome::Done)
     }
 
@@ -197,8 +199,11 @@ impl Node {
         let id = claim.volume();
         match self.try_restart(id).await {
             Ok((daemon, outcome)) => {
-                info!(volume = %id, pid = daemon.pid(), "served again");
-                self.serves(id, daemon, outcome);
+                let entrance = match outcome {
+                    Outcome::Done => Entrance::Again,
+                    Outcome::AlreadySo => Entrance::TakenOver,
+                };
+                self.serves(id, daemon, entrance);
                 self.settle_image_if_can_be(id).await;
                 Ok(())
             }
@@ -235,11 +240,13 @@ impl Node {
                 }
                 Err(qsd::Error::Outdated { what, .. }) => {
                     // What it has acknowledged is on disk, or is flushed as it ends.
-                    warn!(volume = %id, pid, what, "replacing a daemon");
+                    self.gives_up(id, *pid, Cause::Outdated, &what);
                     self.supervisor.terminate(&key, qsd::FLUSH).await?;
                 }
                 Err(error) if published => return Err(Error::daemon(id)(error)),
-                Err(error) => warn!(volume = %id, pid, error = %Chain(&error), "killing a daemon"),
+                Err(error) => {
+                    self.gives_up(id, *pid, Cause::Doubtful, &Chain(&error).to_string());
+                }
             }
         }
         self.supervisor.kill(&key).await?;

@@ -3,7 +3,7 @@
 //! The domain says what is to be done and where the layers are open; it is done by the one daemon
 //! that has them, or by one that is started for it. Work yields to calls, and is begun again.
 
-use super::{CLAIM_RETRY, Error, Node, Service, image::Image};
+use super::{CLAIM_RETRY, Cause, Error, Fate, Node, Service, image::Image};
 use crate::{
     blocking::blocking,
     chain::Chain,
@@ -130,21 +130,32 @@ impl Node {
     }
 
     async fn carry_out(self, work: Work, slot: OwnedSemaphorePermit) {
-        let layer = work.upper().id;
-        info!(%layer, way = work.way().as_str(), site = ?work.site(), "moving data between layers");
+        let (layer, way, begin) = (work.upper().id, work.way().as_str(), Instant::now());
+        let site = work.site().clone();
+        let volume = site.volume().map(tracing::field::display);
+        info!(volume, %layer, way, "job started");
         let outcome = match work.site().clone() {
             Site::Workshop => self.work_in_workshop(work).await,
             Site::Daemon(volume) => self.work_in_daemon(&volume, work).await,
         };
-        match outcome {
-            Ok(Ended::Moved) => info!(%layer, "moved"),
-            Ok(Ended::Interrupted) => info!(%layer, "interrupted; it is begun again"),
+        let seconds = begin.elapsed().as_secs_f64();
+        let fate = match outcome {
+            Ok(Ended::Moved) => {
+                info!(volume, %layer, way, seconds, "job finished");
+                Fate::Finished
+            }
+            Ok(Ended::Interrupted) => {
+                info!(volume, %layer, way, seconds, "job interrupted");
+                Fate::Interrupted
+            }
             Err(error) => {
                 let reason = Chain(&error).to_string();
-                warn!(%layer, error = reason, "moving data between layers");
+                warn!(volume, %layer, way, seconds, error = reason, "job failed");
                 self.volumes.work_failed(layer, reason);
+                Fate::Failed
             }
-        }
+        };
+        self.tally.note_job(way, fate);
         drop(slot);
         self.nudge();
     }
@@ -253,6 +264,7 @@ impl Node {
             Ok(state)
         };
         let settled = settled.await.map_err(failed);
+        self.gives_up(id, daemon.pid(), Cause::Merged, "");
         let stopped = daemon.stop(&self.supervisor).await;
         crash::point("commit-stopped");
         // Requests wait for a daemon from here on, held back or not. The relay does nothing else while
@@ -269,7 +281,7 @@ impl Node {
         };
         drop(work); // or the restart would wait for it
         self.restart_for_sure(&claim).await?;
-        info!(volume = %id, stopped = ?begin.elapsed(), "the active layer was committed");
+        debug!(volume = %id, seconds = begin.elapsed().as_secs_f64(), "active layer committed");
         outcome
     }
 

@@ -11,7 +11,7 @@
 //! two daemons serves: a crash at any instant leaves one that does and one that nobody uses, which
 //! start-up ends.
 
-use super::{Error, Node, Service};
+use super::{Entrance, Error, Node, Service};
 use crate::{
     chain::Chain,
     crash,
@@ -24,7 +24,7 @@ use std::{
     path::Path,
     time::{Duration, Instant},
 };
-use tracing::{info, warn};
+use tracing::warn;
 
 /// What became of an upgrade.
 #[derive(Clone, Debug)]
@@ -85,8 +85,7 @@ impl Node {
             Err(error) => return Err(self.stay(id, &next, error).await),
         };
         crash::point("node-upgrade-moved");
-        info!(volume = %id, pid = daemon.pid(), version = daemon.version(), ?stopped, "moved");
-        self.serves(id, daemon.clone(), Outcome::AlreadySo);
+        self.serves(id, daemon.clone(), Entrance::Moved(stopped));
         if let Err(error) = old.stop(&self.supervisor).await {
             warn!(volume = %id, error = %Chain(&error), "ending the daemon it moved from");
         }
@@ -104,7 +103,6 @@ impl Node {
             return Err(Error::NotServed(id.clone()));
         };
         let stopped = begin.elapsed();
-        info!(volume = %id, pid = daemon.pid(), version = daemon.version(), ?stopped, "replaced");
         Ok(Upgrade { outcome: Outcome::Done, daemon, stopped })
     }
 

@@ -83,6 +83,14 @@ impl Client {
         }
     }
 
+    /// The same, and blocking.
+    pub fn look_now(&self) -> Option<Status> {
+        match exchange(&self.run.relay().socket(), &Request::List) {
+            Ok(Reply::List(status)) => Some(status),
+            Ok(_) | Err(_) => None,
+        }
+    }
+
     /// Holds the requests of a volume back, at most so long; returns once none is in flight.
     pub async fn pause(&self, key: &RunKey, most: Duration) -> Result<(), Error> {
         let most_ms = u64::try_from(most.as_millis()).unwrap_or(u64::MAX);

@@ -247,7 +247,7 @@ impl Session {
             let set = vec![(Link::NAME.to_owned(), up.thing())];
             let commit = Commit { set, ..Commit::of(&place.name) };
             if let Err(error) = place.commit(&commit) {
-                warn!(volume = place.name, %error, "noting an exchange");
+                warn!(key = place.name, %error, "noting an exchange");
             }
         }
     }
@@ -277,7 +277,7 @@ impl Session {
                     let stall = since.elapsed();
                     let is_news = pause == FIRST_RETRY || stall > USUAL;
                     if is_news && place.quiet.allows(&place.name) {
-                        info!(volume = place.name, ?stall, "another back-end took over");
+                        info!(key = place.name, ?stall, "another back-end took over");
                     }
                 }
                 self.take_up(place, Up::new(backend, rings, pause));
@@ -290,7 +290,7 @@ impl Session {
         let Link::Down(down) = &mut self.link else { return };
         down.reason = crate::chain::Chain(error).to_string();
         if down.begun.elapsed() > USUAL && down.told != down.reason {
-            warn!(volume = place.name, reason = down.reason, "no back-end");
+            warn!(key = place.name, reason = down.reason, "no back-end");
             down.told.clone_from(&down.reason);
         }
         down.deaf |= matches!(error, Error::Wire { source: wire::Error::Deadline, .. });
@@ -346,7 +346,7 @@ impl Session {
             backend.heeded(&message)
         });
         if let Err(error) = heard {
-            debug!(volume = place.name, error = %crate::chain::Chain(&error), "channel");
+            debug!(key = place.name, error = %crate::chain::Chain(&error), "channel");
             if let Some(backend) = self.link.backend_mut() {
                 backend.channel = None;
             }
@@ -357,8 +357,8 @@ impl Session {
         let Some(channel) = &self.front.channel else { return };
         let message = Message::config_change().bytes();
         match wire::send_now(channel.as_fd(), &message, NOTHING) {
-            Ok(()) => info!(volume = place.name, "told the VM of a changed configuration"),
-            Err(error) => warn!(volume = place.name, %error, "telling of a changed configuration"),
+            Ok(()) => info!(key = place.name, "told the VM of a changed configuration"),
+            Err(error) => warn!(key = place.name, %error, "telling of a changed configuration"),
         }
     }
 
@@ -368,7 +368,7 @@ impl Session {
         let Link::Up(up) = &self.link else { return };
         let (steady, pause) = (up.begun.elapsed() > STEADY, up.pause);
         if (steady || pause == FIRST_RETRY) && place.quiet.allows(&place.name) {
-            warn!(volume = place.name, why, deaf, "back-end lost");
+            warn!(key = place.name, why, deaf, "back-end lost");
         }
         let parked = self.link.is_parked();
         self.link.close();

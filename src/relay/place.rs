@@ -10,6 +10,7 @@ use super::{
     session::End,
     wire,
 };
+use crate::durations::Durations;
 use rustix::{io::Errno, net::SocketFlags};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -61,6 +62,9 @@ pub(super) struct Counters {
     pub(super) last_stall: u64,
     /// And at worst.
     pub(super) longest_stall: u64,
+    /// All of them.
+    #[serde(default)]
+    pub(super) stalls: Durations,
 }
 
 impl Counters {
@@ -68,6 +72,7 @@ impl Counters {
     pub(super) fn note_stall(&mut self, stall: Duration) {
         self.last_stall = u64::try_from(stall.as_micros()).unwrap_or(u64::MAX);
         self.longest_stall = self.longest_stall.max(self.last_stall);
+        self.stalls.note(stall);
     }
 }
 
@@ -117,7 +122,7 @@ impl Place {
         self.counters.refused += 1;
         let pid = pid_of(other);
         if self.quiet.allows(&self.name) {
-            warn!(volume = self.name, pid, why, "a front-end refused");
+            warn!(key = self.name, pid, why, "a front-end refused");
         }
     }
 

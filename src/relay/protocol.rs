@@ -1,7 +1,7 @@
 //! What driver and relay say to each other: JSON, one message a line, one reply each.
 
 use super::backend::Tracking;
-use crate::volume::RunKey;
+use crate::{durations::Durations, volume::RunKey};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -90,6 +90,9 @@ pub struct Relayed {
     pub last_stall_us: u64,
     /// And at worst.
     pub longest_stall_us: u64,
+    /// All of them; none by a relay of an earlier version.
+    #[serde(default)]
+    pub stalls: Durations,
 }
 
 /// A connected front-end.

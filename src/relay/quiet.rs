@@ -30,7 +30,11 @@ impl Quiet {
         if now.saturating_duration_since(self.begun.get()) >= WHILE {
             let unsaid = self.lines.get().saturating_sub(MOST);
             if unsaid > 0 {
-                tracing::warn!(volume, unsaid, "front-ends came and went too often to tell of");
+                tracing::warn!(
+                    key = volume,
+                    unsaid,
+                    "front-ends came and went too often to tell of"
+                );
             }
             self.begun.set(now);
             self.lines.set(0);

@@ -133,7 +133,7 @@ impl Session {
             step: Commit::of(&place.name),
         };
         if let Err(error) = session.map_inflight() {
-            warn!(volume = place.name, %error, "inflight buffer");
+            warn!(key = place.name, %error, "inflight buffer");
             session.link.close();
             session.link = Link::begin();
         }
@@ -144,7 +144,7 @@ impl Session {
     /// the daemon serves another.
     pub(super) fn forget_remains(things: &BTreeMap<String, Thing>, place: &Place) {
         for thing in [FRONT, Link::NAME].iter().filter_map(|name| things.get(*name)) {
-            warn!(volume = place.name, "what is left of a session is of no use");
+            warn!(key = place.name, "what is left of a session is of no use");
             thing.descriptors.iter().for_each(|socket| super::link::hang_up(socket));
         }
         forget_all(place);
@@ -288,8 +288,8 @@ impl Session {
         let chain = crate::chain::Chain(end);
         match end {
             _ if !place.quiet.allows(&place.name) => {}
-            End::Gone | End::Detached => info!(volume = place.name, end = %chain, "disconnected"),
-            _ => warn!(volume = place.name, end = %chain, "front-end dropped"),
+            End::Gone | End::Detached => info!(key = place.name, end = %chain, "disconnected"),
+            _ => warn!(key = place.name, end = %chain, "front-end dropped"),
         }
         super::link::hang_up(&self.front.socket);
         self.link.close();
@@ -301,7 +301,7 @@ impl Session {
 fn forget_all(place: &Place) {
     let commit = Commit { forget: everything(), ..Commit::of(&place.name) };
     if let Err(error) = place.commit(&commit) {
-        warn!(volume = place.name, %error, "forgetting a session");
+        warn!(key = place.name, %error, "forgetting a session");
     }
 }
 

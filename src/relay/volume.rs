@@ -269,7 +269,7 @@ impl Served {
         }
         let mut session = Session::new(socket, &self.place);
         if self.place.quiet.allows(&self.place.name) {
-            info!(volume = self.place.name, pid = session.front.note.pid, "connected");
+            info!(key = self.place.name, pid = session.front.note.pid, "connected");
         }
         let committed = session.commit(&self.place);
         self.session = Some(session);
@@ -350,7 +350,7 @@ impl Served {
             }
         }
         if self.fence.is_some_and(|until| Instant::now() >= until) {
-            warn!(volume = self.place.name, "held back too long; letting requests flow");
+            warn!(key = self.place.name, "held back too long; letting requests flow");
             self.resume();
         }
     }
@@ -468,5 +468,6 @@ fn unseen(attach: &Attach, counters: Counters) -> Relayed {
         refused: counters.refused,
         last_stall_us: counters.last_stall,
         longest_stall_us: counters.longest_stall,
+        stalls: counters.stalls,
     }
 }

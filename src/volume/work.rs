@@ -195,11 +195,24 @@ impl Jobs {
 }
 
 impl Way {
+    /// The names of all.
+    pub const NAMES: [&str; 2] = ["stream", "commit"];
+
     /// The name QEMU has for it.
     pub fn as_str(&self) -> &'static str {
         match self {
             Self::Stream { .. } => "stream",
             Self::Commit { .. } => "commit",
+        }
+    }
+}
+
+impl Site {
+    /// The volume whose daemon it is.
+    pub fn volume(&self) -> Option<&VolumeId> {
+        match self {
+            Self::Workshop => None,
+            Self::Daemon(volume) => Some(volume),
         }
     }
 }

@@ -34,6 +34,7 @@ mod qsd;
 mod relay;
 mod remote;
 mod sanity;
+mod see;
 mod spec;
 mod storm;
 mod survival;

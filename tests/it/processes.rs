@@ -298,42 +298,6 @@ async fn damage_stays_with_its_volume_and_is_told() {
 }
 
 #[tokio::test]
-async fn metrics_tell_of_calls_daemons_and_pools() {
-    let port = {
-        let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        free.local_addr().unwrap().port().to_string()
-    };
-    let address = format!("127.0.0.1:{port}");
-    let driver = Driver::start_with(&["--metrics", &address]).await;
-    driver.published("pvc-1").await;
-    _ = driver.stage("not-there").await;
-    let get = async |path: &str| {
-        use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-        let mut stream = tokio::net::TcpStream::connect(&address).await.unwrap();
-        let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
-        stream.write_all(request.as_bytes()).await.unwrap();
-        let mut text = String::new();
-        stream.read_to_string(&mut text).await.unwrap();
-        text
-    };
-    let text = get("/metrics").await;
-    for line in [
-        "qsd_csi_rpc_seconds_count{rpc=\"NodeStageVolume\",code=\"OK\"} 1",
-        "qsd_csi_rpc_seconds_count{rpc=\"NodeStageVolume\",code=\"NOT_FOUND\"} 1",
-        "qsd_csi_daemons 1",
-        "qsd_csi_volumes 1",
-        "qsd_csi_pool_promised_bytes{pool=\"main\"} 1073741824",
-        "qsd_csi_relay_requests_in_flight{volume=\"pvc-1\"} 0",
-        "qsd_csi_relay_connected_since{volume=\"pvc-1\"} 0",
-        "qsd_csi_relay_handovers_total{volume=\"pvc-1\"} 0",
-    ] {
-        assert!(text.contains(line), "{line} is not in\n{text}");
-    }
-    assert!(get("/healthz").await.starts_with("HTTP/1.1 200"));
-    driver.remove("pvc-1").await;
-}
-
-#[tokio::test]
 async fn a_daemon_that_does_not_answer_is_left_alone_and_taken_over_when_it_does() {
     let mut driver = Driver::start().await;
     driver.published("pvc-1").await;

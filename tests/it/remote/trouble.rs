@@ -319,7 +319,7 @@ async fn a_master_that_has_less_than_it_says_is_an_error_where_it_has_nothing() 
     create(&driver, from(&source, "pvc-2", &clone)).await.unwrap();
     let log = driver.path("log");
     until("the copy fails", async || {
-        fs::read_to_string(&log).unwrap().contains("moving data between layers")
+        fs::read_to_string(&log).unwrap().contains("job failed")
             && driver.daemons().await.is_empty()
     })
     .await;
