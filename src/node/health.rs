@@ -22,7 +22,7 @@ use std::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 use tokio::{
     sync::Semaphore,
@@ -33,6 +33,10 @@ use tracing::{error, info};
 /// How long anything may take to answer that is asked here: kubelet and Prometheus wait for some
 /// seconds at most, and for several of them.
 const PATIENCE: Duration = Duration::from_secs(1);
+
+/// How long a disk may take to answer until its pool counts as lost. One that is only busy answers
+/// sooner; until then what it said last holds.
+const LOST: Duration = Duration::from_secs(10);
 
 /// How often it is looked after the pools.
 const ROUND: Duration = Duration::from_secs(5);
@@ -51,13 +55,19 @@ pub(super) struct Health {
 struct PoolHealth {
     space: Turn,
     layers: Turn,
+    /// How full it was the last time.
+    last: Option<Space>,
     /// What is wrong with it, as far as was told.
     trouble: Option<String>,
 }
 
 /// Lets one ask at a time.
 #[derive(Clone, Debug)]
-struct Turn(Arc<Semaphore>);
+struct Turn {
+    turn: Arc<Semaphore>,
+    /// When the question was asked that has no answer yet.
+    since: Arc<Mutex<Option<Instant>>>,
+}
 
 /// One of the things that could not be looked at in time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -108,7 +118,7 @@ pub struct Staged {
 
 impl Default for Turn {
     fn default() -> Self {
-        Self(Arc::new(Semaphore::new(1)))
+        Self { turn: Arc::new(Semaphore::new(1)), since: Arc::default() }
     }
 }
 
@@ -119,14 +129,24 @@ impl Turn {
         question: impl FnOnce() -> T + Send + 'static,
     ) -> Option<T> {
         let asked = async {
-            let turn = self.0.clone().acquire_owned().await.ok()?;
+            let turn = self.turn.clone().acquire_owned().await.ok()?;
+            let since = self.since.clone();
             let asked = tokio::task::spawn_blocking(move || {
                 let _turn = turn; // for as long as it takes
-                question()
+                *since.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+                let answer = question();
+                *since.lock().unwrap_or_else(PoisonError::into_inner) = None;
+                answer
             });
             asked.await.ok()
         };
         timeout(PATIENCE, asked).await.ok().flatten()
+    }
+
+    /// For how long the question has had no answer.
+    fn open(&self) -> Duration {
+        let since = *self.since.lock().unwrap_or_else(PoisonError::into_inner);
+        since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 }
 
@@ -156,9 +176,11 @@ impl Health {
     }
 
     /// Tells of a pool that is lost, or back, once.
-    fn note(&self, pool: &PoolName, trouble: Option<&str>) {
+    fn note(&self, pool: &PoolName, found: &Result<Space, String>) {
         let mut pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = &mut pools.entry(pool.clone()).or_default().trouble;
+        let one = pools.entry(pool.clone()).or_default();
+        one.last = found.as_ref().ok().copied();
+        let (known, trouble) = (&mut one.trouble, found.as_ref().err().map(String::as_str));
         match (&known, trouble) {
             (None, Some(reason)) => error!(%pool, reason, "pool lost"),
             (Some(before), Some(reason)) if before != reason => {
@@ -191,18 +213,18 @@ impl Node {
     pub async fn pools(&self) -> Vec<(PoolName, Result<Space, String>)> {
         join_all(self.volumes.pools().iter().map(async |pool| {
             let asked = pool.clone();
-            let answer = self.health.of(pool).space.ask(move || asked.check()).await;
-            let space = match answer {
-                Some(Ok(space)) => Ok(space),
-                Some(Err(trouble)) => Err(Chain(&trouble).to_string()),
-                None => Err(format!(
-                    "pool {}: its disk has not answered for {} s ({})",
-                    pool.name(),
-                    PATIENCE.as_secs(),
-                    pool.dir().display()
-                )),
+            let known = self.health.of(pool);
+            let answer = known.space.ask(move || asked.check()).await;
+            let space = match (answer, known.last) {
+                (Some(Ok(space)), _) => Ok(space),
+                (Some(Err(trouble)), _) => Err(Chain(&trouble).to_string()),
+                (None, Some(last)) if known.space.open() < LOST => Ok(last),
+                (None, _) => {
+                    let (name, dir) = (pool.name(), pool.dir().display());
+                    Err(format!("pool {name}: its disk does not answer ({dir})"))
+                }
             };
-            self.health.note(pool.name(), space.as_ref().err().map(String::as_str));
+            self.health.note(pool.name(), &space);
             (pool.name().clone(), space)
         }))
         .await
@@ -325,17 +347,21 @@ mod test {
         let (told, asked) = mpsc::channel();
         assert_eq!(turn.ask(move || told.send(()).unwrap()).await, None);
         assert!(asked.try_recv().is_err(), "it was not even asked");
+        assert!(turn.open() >= PATIENCE);
         drop(release);
         assert_eq!(turn.ask(|| 7).await, Some(7));
+        assert_eq!(turn.open(), Duration::ZERO);
     }
 
     #[test]
     fn a_pool_that_is_lost_is_told_of_once() {
         let (health, pool) = (Health::default(), "fast".parse().unwrap());
         let known = || health.pools.lock().unwrap().get(&pool).unwrap().trouble.clone();
-        for trouble in [None, Some("away"), Some("away"), Some("read-only"), None] {
-            health.note(&pool, trouble);
-            assert_eq!(known().as_deref(), trouble);
+        let lost = |reason: &str| Err(reason.to_owned());
+        let space = || Ok(Space::default());
+        for found in [space(), lost("away"), lost("away"), lost("read-only"), space()] {
+            health.note(&pool, &found);
+            assert_eq!(known(), found.err());
         }
     }
 }

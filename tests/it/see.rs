@@ -224,18 +224,24 @@ impl Hanging {
         Self { below, daemon, mount }
     }
 
-    fn hang(&self) {
+    /// It does, until what is returned is dropped.
+    fn hang(&self) -> Hung {
         signal(self.daemon, "STOP");
+        Hung(self.daemon)
     }
+}
 
-    fn go_on(&self) {
-        signal(self.daemon, "CONT");
+/// While this lives, the disk hangs. It goes on before who uses it is ended, which would not end.
+struct Hung(i32);
+
+impl Drop for Hung {
+    fn drop(&mut self) {
+        signal(self.0, "CONT");
     }
 }
 
 impl Drop for Hanging {
     fn drop(&mut self) {
-        self.go_on(); // or nothing of it would ever end
         _ = Command::new("umount").arg("--lazy").arg(&self.mount).status();
         assert!(self.below.scratch().exists());
     }
@@ -252,14 +258,15 @@ async fn a_pool_whose_disk_hangs_is_named_and_holds_up_nobody() {
     let disk = Hanging::new().await;
     let pool = disk.mount.join("pool");
     let pool = format!("slow={}", pool.display());
-    let watched = Watched::start_with(&["--pool", &pool]).await;
+    let mut watched = Watched::start_with(&["--pool", &pool]).await;
     let driver = &watched.driver;
     driver.published("pvc-1").await;
     let mut request = create_request("on-slow", 1 << 20);
     request.parameters = [("pool".to_owned(), "slow".to_owned())].into();
     driver.controller().create_volume(request).await.unwrap();
     assert_eq!(watched.get("/readyz").await.0, 200);
-    disk.hang();
+    let hung = disk.hang();
+    until("the pool is lost", async || watched.get("/readyz").await.0 == 503).await;
     let before = fs::read_dir(format!("/proc/{}/task", driver.pid())).unwrap().count();
     for _ in 0..5 {
         let all = watched.metrics().await;
@@ -274,19 +281,31 @@ async fn a_pool_whose_disk_hangs_is_named_and_holds_up_nobody() {
     assert!(after <= before + 16, "{before} threads before, {after} after");
     assert_eq!(watched.get("/healthz").await.0, 200, "to end the process would mend nothing");
     let (status, text) = watched.get("/readyz").await;
-    assert!(status == 503 && text.contains("pool slow: its disk has not answered"), "{text}");
+    assert!(status == 503 && text.contains("pool slow: its disk does not answer"), "{text}");
     assert!(!text.contains("pool main"), "{text}");
     let error = watched.probe().await.unwrap_err();
     assert_eq!(error.code(), Code::FailedPrecondition);
     assert_eq!(error.message(), text.trim_end(), "the same story");
     assert_eq!((tells(driver, "pool lost", "slow"), tells(driver, "pool back", "slow")), (1, 0));
-    disk.go_on();
+    drop(hung);
     until("the pool is back", async || watched.get("/readyz").await.0 == 200).await;
     watched.probe().await.unwrap();
     assert_eq!((tells(driver, "pool lost", "slow"), tells(driver, "pool back", "slow")), (1, 1));
     assert_eq!(tells(driver, "pool lost", "main"), 0);
     driver.delete("on-slow").await.unwrap();
     driver.remove("pvc-1").await;
+    // A driver that cannot even start for it says so, and is not ended for it.
+    watched.driver.kill();
+    let hung = disk.hang();
+    watched.driver.launch(&["--metrics", &watched.address, "--pool", &pool], None);
+    until("it listens", async || TcpStream::connect(&watched.address).await.is_ok()).await;
+    assert_eq!(watched.get("/healthz").await.0, 200);
+    let (status, text) = watched.get("/readyz").await;
+    assert!(status == 503 && text.starts_with("starting"), "{text}");
+    assert!(watched.metrics().await.value("qsd_csi_serving") < 0.5);
+    drop(hung);
+    until("it serves", async || watched.get("/readyz").await.0 == 200).await;
+    assert!(watched.metrics().await.value("qsd_csi_serving") > 0.5);
 }
 
 #[tokio::test(flavor = "multi_thread")]
