@@ -75,6 +75,8 @@ impl Node {
         if count > 0 {
             info!(count, seconds = begin.elapsed().as_secs_f64(), "attachments settled");
         }
+        // From here on VMs wait in our time.
+        node.tally.note_stalls(&node.relayed_in_time().await.flatten().unwrap_or_default());
         node.tasks.spawn(node.clone().watch(exits));
         node.tasks.spawn(node.clone().watch_relay());
         node.tasks.spawn(node.clone().watch_pools());

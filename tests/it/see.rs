@@ -7,6 +7,7 @@ use crate::{
     disk::SmallDisk,
     harness::{Driver, create_request, part, signal, until},
     local::Use,
+    relay::front::Disk,
 };
 use qsd_csi::csi::pb::csi as pb;
 use std::{
@@ -201,6 +202,48 @@ async fn metrics_tell_of_calls_volumes_daemons_and_pools() {
     driver.remove("pvc-1").await;
     let text = watched.metrics().await.text;
     assert!(!text.contains("pvc-1"), "a volume that is gone leaves no series:\n{text}");
+}
+
+/// The sum of how long VMs waited outlives them, and the volume.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_vm_waited_for_is_counted_once() {
+    const KILLS: u8 = 3;
+    let watched = Watched::start_with(&[]).await;
+    let driver = &watched.driver;
+    driver.published("pvc-1").await;
+    let mut disk = Disk::open(&driver.socket("pvc-1"));
+    let count = "qsd_csi_relay_stall_seconds_count";
+    assert!(watched.metrics().await.value(count) < 0.5);
+    for kill in 1..=KILLS {
+        let before = driver.daemons().await;
+        signal(before[0], "KILL");
+        disk.works(u64::from(kill), kill);
+        until("another daemon serves", async || {
+            let now = driver.daemons().await;
+            now.len() == 1 && now != before
+        })
+        .await;
+    }
+    until("all are counted", async || {
+        watched.metrics().await.value(count) > f64::from(KILLS) - 0.5
+    })
+    .await;
+    let all = watched.metrics().await;
+    for (series, value) in [
+        (count, f64::from(KILLS)),
+        ("qsd_csi_relay_stall_seconds_bucket{le=\"+Inf\"}", f64::from(KILLS)),
+        ("qsd_csi_relay_daemons_lost_total{volume=\"pvc-1\"}", f64::from(KILLS)),
+        ("qsd_csi_daemon_restarts_total{reason=\"died\"}", f64::from(KILLS)),
+    ] {
+        assert!((all.value(series) - value).abs() < 1e-9, "{series} is {}", all.value(series));
+    }
+    let longest = all.value("qsd_csi_relay_longest_stall_seconds{volume=\"pvc-1\"}");
+    let sum = all.value("qsd_csi_relay_stall_seconds_sum");
+    assert!(longest > 0.0 && longest <= sum && sum <= longest * f64::from(KILLS) + 1e-3);
+    assert!(all.value("qsd_csi_relay_connected_timestamp_seconds{volume=\"pvc-1\"}") > 1.7e9);
+    drop(disk);
+    driver.remove("pvc-1").await;
+    assert!((watched.metrics().await.value(count) - f64::from(KILLS)).abs() < 1e-9);
 }
 
 /// A disk that hangs when it is told to: a volume of another driver, whose daemon is stopped.
