@@ -648,7 +648,10 @@ impl Node {
 
     /// Notes that a daemon is given up by the driver itself, and why: nobody is told that it died.
     fn gives_up(&self, volume: &VolumeId, pid: i32, cause: Cause, error: &str) {
-        if let Some(one) = self.attached().get_mut(volume) {
+        let mut attached = self.attached();
+        let Some(one) = attached.get_mut(volume) else { return };
+        // What came first is the reason: one that is killed for it also died, and is gone then.
+        if one.leaving.as_ref().is_none_or(|known| known.pid != Some(pid)) {
             one.leaving = Some(Leaving { pid: Some(pid), cause, error: error.to_owned() });
         }
     }

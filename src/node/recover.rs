@@ -295,7 +295,7 @@ impl Node {
         let Some(one) = dead else { return };
         let Service::Up(daemon) = &one.service else { return };
         let pause = if one.is_given_up(pid) {
-            debug!(volume = %id, pid, how, "daemon ended");
+            debug!(volume = %id, pid, reason = how, "daemon ended");
             Duration::ZERO // whoever ended it has the claim, and starts the next
         } else {
             one.hasty_ends = if daemon.served() < STEADY { one.hasty_ends + 1 } else { 0 };

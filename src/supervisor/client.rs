@@ -196,7 +196,7 @@ impl Client {
                 .stderr(Stdio::from(log))
                 .kill_on_drop(false)
                 .spawn()?;
-            info!(pid = child.id(), "started a supervisor");
+            info!(pid = child.id(), "supervisor started");
             Ok(child)
         };
         let socket = self.run.supervisor_socket();

@@ -244,7 +244,7 @@ impl Supervisor {
         let dir = self.run.daemon(&spawn.key);
         let (handle, ending) = process::spawn(spawn, &dir, beside.as_ref())?;
         let pid = handle.pid;
-        info!(key = %spawn.key, pid, "started");
+        info!(key = %spawn.key, pid, "daemon started");
         self.watch(spawn.key.clone(), handle, ending);
         self.relay_wanted.notify_one();
         Ok(pid)
@@ -262,7 +262,7 @@ impl Supervisor {
             match self.relay() {
                 Ok((handle, ending)) => {
                     let how = Handle::ended(ending, &self.run.relay().log()).await;
-                    info!(pid = handle.pid, how, "the relay ended");
+                    info!(pid = handle.pid, reason = how, "relay ended");
                 }
                 Err(error) => warn!(%error, "no relay"),
             }
@@ -276,17 +276,17 @@ impl Supervisor {
     fn relay(&self) -> io::Result<(Handle, Ending)> {
         let dir = self.run.relay();
         if let Some((handle, ending)) = process::find_relay(&dir)? {
-            info!(pid = handle.pid, "adopted the relay");
+            info!(pid = handle.pid, "relay adopted");
             return Ok((handle, ending));
         }
         let (handle, ending) = process::spawn_relay(&self.run, &dir)?;
-        info!(pid = handle.pid, "started the relay");
+        info!(pid = handle.pid, "relay started");
         Ok((handle, ending))
     }
 
     fn adopt(&self) -> io::Result<()> {
         for (key, handle, ending) in process::find(&self.run)? {
-            info!(%key, pid = handle.pid, "adopted");
+            info!(%key, pid = handle.pid, "daemon adopted");
             self.watch(key, handle, ending);
         }
         Ok(())
@@ -299,7 +299,7 @@ impl Supervisor {
         let supervisor = self.clone();
         tokio::spawn(async move {
             let how = Handle::ended(ending, &supervisor.run.daemon(&key).log()).await;
-            info!(%key, pid, how, "ended");
+            info!(%key, pid, reason = how, "daemon ended");
             supervisor.note_end(&key, pid, &how);
             _ = supervisor.exits.send(Exit { key, pid, how }); // nobody watching is fine
         });
