@@ -5,7 +5,7 @@ use crate::{
     node::{Cause, Counted, Fate, Node, Part, Staged, View},
     relay,
     units::Bytes,
-    volume::{Entry, Sight, SnapshotEntry, Standing, Volume, Way},
+    volume::{Entry, LayerId, Sight, SnapshotEntry, Volume, Way},
 };
 use std::{collections::BTreeMap, time::Duration};
 
@@ -205,7 +205,7 @@ fn write_jobs(text: &mut Text, sight: &Sight) {
     let write = |mut family: Family<'_>, value: &dyn Fn(&crate::volume::Job) -> Bytes| {
         for (standing, job) in &jobs {
             let layer = standing.layer.id.to_string();
-            let volume = named_after(standing);
+            let volume = named_after(standing.layer.id, sight);
             let labels =
                 [("volume", volume.as_str()), ("layer", layer.as_str()), ("way", job.way.as_str())];
             family.value(&labels, value(job).count());
@@ -217,9 +217,14 @@ fn write_jobs(text: &mut Text, sight: &Sight) {
     write(text.family("qsd_csi_job_size_bytes", Kind::Gauge, help), &|job| job.total);
 }
 
-/// The volume that writes to a layer; empty for one below.
-fn named_after(standing: &Standing) -> String {
-    standing.volume.as_ref().map(ToString::to_string).unwrap_or_default()
+/// The volume that stands on a layer; empty where several do, or only snapshots.
+fn named_after(layer: LayerId, sight: &Sight) -> String {
+    let stands = |volume: &&Volume| volume.layers().iter().any(|other| other.id == layer);
+    let mut all = usable(sight).filter(stands);
+    match (all.next(), all.next()) {
+        (Some(volume), None) => volume.id().to_string(),
+        (Some(_), Some(_)) | (None, _) => String::new(),
+    }
 }
 
 fn usable(sight: &Sight) -> impl Iterator<Item = &Volume> {

@@ -21,7 +21,7 @@ fn copy(name: &str, source: Source, parameters: [(&'static str, &'static str); 2
 }
 
 /// Gives a raw layer that nobody has open this many bytes of data.
-fn fill(path: &str, bytes: i64) {
+pub(crate) fn fill(path: &str, bytes: i64) {
     let file: File = OpenOptions::new().write(true).open(path).unwrap();
     file.write_all_at(&vec![7; usize::try_from(bytes).unwrap()], 0).unwrap();
     file.sync_all().unwrap();

@@ -4,8 +4,9 @@ mod log;
 mod rules;
 
 use crate::{
+    copies::Source,
     disk::SmallDisk,
-    harness::{Driver, create_request, part, signal, until},
+    harness::{Driver, GIB, create_request, part, signal, until},
     local::Use,
     relay::front::Disk,
 };
@@ -202,6 +203,48 @@ async fn metrics_tell_of_calls_volumes_daemons_and_pools() {
     driver.remove("pvc-1").await;
     let text = watched.metrics().await.text;
     assert!(!text.contains("pvc-1"), "a volume that is gone leaves no series:\n{text}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_copy_tells_how_far_it_has_come() {
+    let watched = Watched::start_with(&[]).await;
+    let driver = &watched.driver;
+    driver.create("base").await;
+    crate::look::fill(&driver.inspect().await[0].layers[0].path, 8 << 20);
+    let request = pb::CreateVolumeRequest {
+        volume_content_source: Some(Source::Volume("base".into()).message()),
+        parameters: [("copyMode", "clone"), ("cloneBytesPerSecond", "1Mi")]
+            .map(|(key, value)| (key.to_owned(), value.to_owned()))
+            .into(),
+        ..create_request("copy", GIB)
+    };
+    driver.controller().create_volume(request).await.unwrap();
+    let progress = async || {
+        let all = watched.metrics().await;
+        let value = |name: &str| {
+            let is_its = |series: &str| {
+                let labels = series.strip_prefix(name)?.strip_prefix('{')?;
+                Some(labels.contains("volume=\"copy\"") && labels.contains("way=\"stream\""))
+            };
+            let mut found = all.values.iter().filter(|(series, _)| is_its(series) == Some(true));
+            found.next().map(|(_, value)| *value)
+        };
+        (
+            all.value("qsd_csi_jobs{way=\"stream\"}"),
+            value("qsd_csi_job_processed_bytes"),
+            value("qsd_csi_job_size_bytes"),
+        )
+    };
+    until("it is half way", async || {
+        let (jobs, done, size) = progress().await;
+        let is_under_way = done.zip(size).is_some_and(|(done, size)| 0.0 < done && done < size);
+        is_under_way && jobs > 0.5
+    })
+    .await;
+    driver.delete("copy").await.unwrap();
+    until("nothing is left of it", async || progress().await == (0.0, None, None)).await;
+    driver.delete("base").await.unwrap();
+    driver.assert_empty().await;
 }
 
 /// The sum of how long VMs waited outlives them, and the volume.
