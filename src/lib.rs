@@ -30,6 +30,8 @@ mod code;
 mod crash;
 pub mod csi;
 pub mod extents;
+#[cfg(any(test, fuzzing))]
+pub mod fuzz;
 pub mod metrics;
 pub mod node;
 pub mod pool;

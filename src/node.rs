@@ -21,6 +21,8 @@ mod encryption;
 mod ephemeral;
 pub mod filesystem;
 mod form;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod host;
 mod image;
 mod layers;

@@ -16,6 +16,8 @@
 //! The texts are those that QEMU's own tools take. A password has no place in them: it would be
 //! recorded and shown wherever the text is. A user name may be in it, and is not shown.
 
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod node;
 mod place;
 mod secrets;
