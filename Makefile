@@ -4,7 +4,7 @@
 export QSD_CSI_DEPS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/qsd-csi
 export PATH := $(QSD_CSI_DEPS)/bin:$(PATH)
 
-.PHONY: setup demo test hunt fuzz check bench
+.PHONY: setup demo test hunt fuzz coverage check bench
 
 setup:
 	@scripts/setup
@@ -32,6 +32,12 @@ export SECONDS_EACH ?= 60
 fuzz:
 	@scripts/setup build fuzz
 	@fuzz/run $(FUZZ)
+
+# How much of the library `make test` runs, with all that its drivers and relays do until they are killed.
+# TESTS="--test it -- crash::" measures these alone.
+coverage:
+	@scripts/setup build vm remote sanity coverage
+	@scripts/coverage $(TESTS)
 
 check:
 	@scripts/setup build check
