@@ -4,7 +4,7 @@
 export QSD_CSI_DEPS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/qsd-csi
 export PATH := $(QSD_CSI_DEPS)/bin:$(PATH)
 
-.PHONY: setup demo test hunt check bench
+.PHONY: setup demo test hunt fuzz coverage check bench
 
 setup:
 	@scripts/setup
@@ -26,9 +26,23 @@ hunt:
 	@scripts/setup build vm
 	QSD_CSI_ROUNDS=$(ROUNDS) cargo test --locked --test it survival -- --nocapture --test-threads 1
 
+# Looks for bytes that break a parser, SECONDS_EACH for each target; FUZZ="csi source" for these alone, JOBS=2 for two at
+# a time, KEEP=1 to keep what it finds. `make test` goes through fuzz/corpus and fuzz/regressions.
+export SECONDS_EACH ?= 60
+fuzz:
+	@scripts/setup build fuzz
+	@fuzz/run $(FUZZ)
+
+# How much of the library `make test` runs, with all that its drivers and relays do until they are killed.
+# TESTS="--test it -- crash::" measures these alone.
+coverage:
+	@scripts/setup build vm remote sanity coverage
+	@scripts/coverage $(TESTS)
+
 check:
 	@scripts/setup build check
 	cargo fmt --all --check
+	cargo fmt --all --check --manifest-path fuzz/Cargo.toml
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	cargo deny --all-features --log-level error check bans licenses sources
 	typos

@@ -5,6 +5,8 @@
 
 mod controller;
 mod ephemeral;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod identity;
 mod inspect;
 mod metadata;

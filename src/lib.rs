@@ -31,6 +31,8 @@ mod crash;
 pub mod csi;
 pub mod durations;
 pub mod extents;
+#[cfg(any(test, fuzzing))]
+pub mod fuzz;
 pub mod metrics;
 pub mod node;
 pub mod pool;

@@ -22,6 +22,8 @@ mod encryption;
 mod ephemeral;
 pub mod filesystem;
 mod form;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod health;
 mod host;
 mod image;

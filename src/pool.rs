@@ -17,6 +17,8 @@
 //! ```
 
 mod encrypted;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod health;
 
 pub use health::Trouble;

@@ -15,6 +15,8 @@
 
 mod allocation;
 mod create;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod grow;
 mod header;
 mod luks;

@@ -6,6 +6,8 @@
 mod agent;
 mod daemon;
 mod encryption;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod graph;
 mod live;
 mod master;

@@ -27,6 +27,8 @@
 
 mod backend;
 mod client;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod inflight;
 mod keep;
 mod keeper;

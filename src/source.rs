@@ -16,6 +16,8 @@
 //! The texts are those that QEMU's own tools take. A password has no place in them: it would be
 //! recorded and shown wherever the text is. A user name may be in it, and is not shown.
 
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod node;
 mod place;
 mod secrets;
@@ -137,6 +139,7 @@ fn without_query(text: &str) -> String {
 /// Of a text that makes no sense nobody knows where a password would end.
 fn shown_in_error(text: &str) -> String {
     match text.split_once(':') {
+        Some((before, _)) if before.contains('@') => "...".to_owned(),
         Some((scheme, rest)) if rest.contains('@') || scheme == "rbd" => format!("{scheme}:..."),
         None if text.contains('@') => "...".to_owned(),
         Some(_) | None => without_query(text),
@@ -169,6 +172,10 @@ mod test {
         for text in [
             "https://bob:hush@host/d",
             "https://bob:hu/hush@host/d",
+            "https://bob:hush/hu@host/d",
+            "hush@host:80/d",
+            "bob%hush@host://d",
+            "bob:hush://d@host",
             "iscsi://bob%hush@host/iqn.x:a/1",
             "iscsi://bob:hush@host/iqn.x:a/1",
             "ssh://bob:hush@host/d",

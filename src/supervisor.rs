@@ -16,6 +16,8 @@
 //! - It ends by itself when it has had neither a daemon nor a client for some seconds.
 
 mod client;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod process;
 mod protocol;
 mod server;

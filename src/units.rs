@@ -127,8 +127,11 @@ impl FromStr for Bytes {
             let plain = !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
             if plain { part.parse::<u64>().ok() } else { None }
         };
+        if !fraction.bytes().all(|byte| byte.is_ascii_digit()) {
+            return Err(wrong());
+        }
         // Twelve digits keep the fraction's product within 128 bits and beyond any real need.
-        let fraction = fraction.get(..fraction.len().min(12)).ok_or_else(wrong)?;
+        let fraction = &fraction[..fraction.len().min(12)];
         let scale = 10_u128.pow(u32::try_from(fraction.len()).map_err(|_| wrong())?);
         let whole = u128::from(digits(whole).ok_or_else(wrong)?) * u128::from(factor);
         let part = u128::from(digits(fraction).ok_or_else(wrong)?) * u128::from(factor) / scale;
@@ -158,7 +161,21 @@ mod test {
 
     #[test]
     fn what_is_no_size_is_refused_with_its_text() {
-        for text in ["", "Gi", "-1", "+1", "10 Gi", "10GB", "1.Gi", ".5Gi", "1e3", "16Ei", "1.é"] {
+        for text in [
+            "",
+            "Gi",
+            "-1",
+            "+1",
+            "10 Gi",
+            "10GB",
+            "1.Gi",
+            ".5Gi",
+            "1e3",
+            "16Ei",
+            "1.é",
+            "1.0000000000000x",
+            "0.0000000000000.5Gi",
+        ] {
             assert_eq!(text.parse::<Bytes>(), Err(ParseError(text.to_owned())), "{text}");
         }
     }

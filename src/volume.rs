@@ -24,6 +24,8 @@ mod delete;
 mod encryption;
 mod expand;
 mod freeze;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod id;
 mod layer;
 mod look;

@@ -18,6 +18,8 @@ mod made;
 mod mounted;
 mod room;
 
+#[cfg(any(test, fuzzing))]
+pub(super) use contents::known;
 pub use contents::{Contents, probe};
 pub use flags::MountFlags;
 pub use grown::{grow, grow_unmounted, is_grown};

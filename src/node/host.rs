@@ -22,6 +22,8 @@ use std::{
 
 pub(super) use block::LOOP_MAJOR;
 pub(super) use staged::Target;
+#[cfg(any(test, fuzzing))]
+pub(super) use table::lines;
 pub(super) use table::{Mounted, is_mounted};
 
 /// Why a path will not do.

@@ -44,7 +44,7 @@ impl Map {
     pub(super) fn of(file: &File, header: Header) -> Result<Self, Error> {
         let l1 = read_l1(file, &header)?;
         let end = file.metadata().map_err(Error::io("measuring"))?.len();
-        check_l1(&l1, header.cluster, end)?;
+        check_l1(&l1, &header, end)?;
         Ok(Self { header, l1 })
     }
 
@@ -125,8 +125,11 @@ fn read_l1(file: &File, header: &Header) -> Result<Vec<u64>, Error> {
     Ok(bytes.as_chunks().0.iter().copied().map(u64::from_be_bytes).collect())
 }
 
-/// No two L2 tables in one place: reading all of them reads no more than the file has.
-fn check_l1(l1: &[u64], cluster: u64, end: u64) -> Result<(), Error> {
+/// No two L2 tables in one place: reading all of them reads no more than the file has. None in that
+/// of the L1 table, which `grow` writes to.
+fn check_l1(l1: &[u64], header: &Header, end: u64) -> Result<(), Error> {
+    let cluster = header.cluster;
+    let own = header.l1_table..header.l1_table + header.l1_entries * 8;
     let mut seen = std::collections::HashSet::new();
     for (index, entry) in (0..).zip(l1.iter().copied()) {
         let offset = entry & OFFSET;
@@ -134,6 +137,8 @@ fn check_l1(l1: &[u64], cluster: u64, end: u64) -> Result<(), Error> {
             "leads into the middle of a cluster"
         } else if offset != 0 && offset + cluster > end {
             "leads beyond the file"
+        } else if offset + cluster > own.start && offset < own.end {
+            "leads into the L1 table"
         } else if offset != 0 && !seen.insert(offset) {
             "leads where another one does"
         } else {
@@ -318,6 +323,7 @@ mod test {
         };
         let cluster = 4 << 17;
         assert!(damaged(cluster, cluster).contains("where another one does"));
+        assert!(damaged(cluster, 3 << 17).contains("leads into the L1 table"));
         assert!(damaged(cluster, 1 << 40).contains("L1 entry 1 is 0x10000000000, which leads bey"));
         assert!(damaged(cluster + 512, 0).contains("middle of a cluster"));
     }

@@ -372,7 +372,9 @@ pub(super) fn layers_of(graph: &Value) -> (Vec<String>, BTreeSet<String>) {
         child("backing").or_else(|| child("file").filter(|_| is_filter))
     };
     let top = names.iter().find(|(_, name)| **name == TOP).map(|(id, _)| *id);
-    let all = std::iter::successors(top, |node| below(*node)).map(|node| names[&node].to_owned());
+    // A chain has no more nodes than there are, whatever is said of what leads where.
+    let all = std::iter::successors(top, |node| below(*node)).take(names.len());
+    let all = all.map(|node| names[&node].to_owned());
     let stack: Vec<_> = all.filter(|name| name.starts_with(LAYER)).collect();
     let open = names.values().filter(|name| name.starts_with(LAYER)).map(|name| (*name).to_owned());
     let besides = open.filter(|name| !stack.contains(name)).collect();
@@ -659,6 +661,8 @@ mod test {
         edges[2] = edge(2, "file", 6); // as with an image for what is written
         edges.push(edge(2, "backing", 3));
         assert_eq!(layers(&edges), (vec!["L1".to_owned(), "L0".to_owned()], set(&["L2"])));
+        edges.insert(0, edge(4, "backing", 2)); // round and round
+        assert_eq!(layers(&edges).1, set(&["L0", "L2"]));
     }
 
     #[test]

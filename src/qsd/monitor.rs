@@ -67,7 +67,7 @@ pub(super) const HANDSHAKE: Duration = Duration::from_secs(3);
 const ANSWER: Duration = Duration::from_secs(10);
 
 /// More than the longest line of QMP we ask for, a list of nodes, could ever have.
-const LONGEST_LINE: usize = 4 << 20;
+pub(super) const LONGEST_LINE: usize = 4 << 20;
 
 /// Commands wait here for the socket; callers are few, as each holds a claim.
 const WAITING: usize = 16;
@@ -128,7 +128,7 @@ impl Monitor {
     }
 }
 
-type Waiting = HashMap<u64, oneshot::Sender<Result<Value, String>>>;
+pub(super) type Waiting = HashMap<u64, oneshot::Sender<Result<Value, String>>>;
 
 /// Owns the socket until the last handle or the daemon is gone.
 async fn serve(read: impl AsyncRead, mut write: OwnedWriteHalf, mut inbox: mpsc::Receiver<Call>) {
@@ -155,7 +155,7 @@ async fn serve(read: impl AsyncRead, mut write: OwnedWriteHalf, mut inbox: mpsc:
 }
 
 /// Gives one line to who waits for it; `None` where it is no QMP.
-fn hand_out(line: &str, waiting: &mut Waiting) -> Option<()> {
+pub(super) fn hand_out(line: &str, waiting: &mut Waiting) -> Option<()> {
     let mut message: Value = serde_json::from_str(line).ok()?;
     let message = message.as_object_mut()?;
     let reply = message.get("id").and_then(Value::as_u64).and_then(|id| waiting.remove(&id));

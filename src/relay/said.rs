@@ -161,8 +161,13 @@ impl Said {
 
     /// The guest's memory.
     pub(super) fn regions(&self) -> Vec<Region> {
+        self.regions_beside(None)
+    }
+
+    /// The guest's memory, without what one item says of it.
+    fn regions_beside(&self, own: Option<Item>) -> Vec<Region> {
         let mut regions = Vec::new();
-        for (_, word) in self.iter() {
+        for (_, word) in self.iter().filter(|(item, _)| Some(*item) != own) {
             match word.message.parse(word.descriptors.len()) {
                 Ok(Request::SetMemTable(table)) => regions.extend(table),
                 Ok(Request::AddMemReg(region)) => regions.push(region),
@@ -212,9 +217,9 @@ impl Said {
     pub(super) fn check(&self, request: &Request) -> Result<(), Refused> {
         match request {
             Request::AddMemReg(region) => {
-                let others = self.regions();
-                let others = others.iter().filter(|other| other.guest != region.guest);
-                check_apart(Code::AddMemReg, region, others)
+                // It takes the place of one that was added there, and of none of a table.
+                let others = self.regions_beside(Some(Item::Region(region.guest)));
+                check_apart(Code::AddMemReg, region, &others)
             }
             Request::SetVringAddr(addresses) => {
                 let missing = |missing| Refused::TooSoon { code: Code::SetVringAddr, missing };
@@ -234,6 +239,32 @@ impl Said {
                 addresses.check_within(size, &self.regions())
             }
             _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod test {
+    use super::*;
+    use rustix::fs::{MemfdFlags, memfd_create};
+
+    #[test]
+    fn a_region_takes_the_place_of_one_that_was_added_and_of_none_of_a_table() {
+        let memory = Arc::new(memfd_create("test", MemfdFlags::CLOEXEC).unwrap());
+        let message = |code, first: u64, guest: u64, user: u64| {
+            let numbers = [first, guest, 4096, user, 0];
+            Message::new(code, numbers.iter().flat_map(|number| number.to_le_bytes()).collect())
+        };
+        let word = |message| Word { message, descriptors: vec![memory.clone()] };
+        let added = |guest, user| message(Code::AddMemReg, 0, guest, user);
+        let mut said = Said::default();
+        said.set(Item::Memory, word(message(Code::SetMemTable, 1, 0, 8192)));
+        said.set(Item::Region(8192), word(added(8192, 4096)));
+        for (guest, user, fits) in
+            [(0, 1 << 20, false), (0, 8192, false), (8192, 1 << 20, true), (4096, 4096, false)]
+        {
+            let request = added(guest, user).parse(1).unwrap();
+            assert_eq!(said.check(&request).is_ok(), fits, "{guest} {user}");
         }
     }
 }

@@ -8,6 +8,9 @@ use base64::{Engine as _, prelude::BASE64_STANDARD};
 use ed25519_dalek::{Signer as _, SigningKey};
 use std::fmt;
 
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
+
 /// A private key of the kind Ed25519.
 #[derive(Clone)]
 pub struct SshKey(SigningKey);

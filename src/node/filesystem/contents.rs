@@ -71,7 +71,7 @@ pub async fn probe(device: &LoopDevice) -> Result<Contents, Error> {
 }
 
 /// From the `KEY=value` lines of `blkid`.
-fn known(text: &str) -> Contents {
+pub(in crate::node) fn known(text: &str) -> Contents {
     let value = |key: &str| {
         let mut values = text.lines().filter_map(|line| line.split_once('='));
         values.find_map(|(name, value)| (name == key).then_some(value))

@@ -63,7 +63,7 @@ fn table() -> io::Result<Vec<u8>> {
     fs::read("/proc/self/mountinfo")
 }
 
-fn lines(table: &[u8]) -> impl DoubleEndedIterator<Item = Mounted> {
+pub(in crate::node) fn lines(table: &[u8]) -> impl DoubleEndedIterator<Item = Mounted> {
     table.split(|byte| *byte == b'\n').filter_map(parse)
 }
 

@@ -1,0 +1,4 @@
+#![no_main]
+#![doc = "Looks for bytes that break `qsd_csi::fuzz::inflight`."]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| qsd_csi::fuzz::inflight(bytes));

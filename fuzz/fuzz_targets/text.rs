@@ -1,0 +1,4 @@
+#![no_main]
+#![doc = "Looks for bytes that break `qsd_csi::fuzz::text`."]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| qsd_csi::fuzz::text(bytes));
