@@ -20,11 +20,11 @@ test:
 	@scripts/setup build vm remote sanity
 	cargo test --workspace --locked
 
-# The loss hunts at length: everything that serves a VM is killed again and again under load. Ten minutes.
+# The loss hunts at length: everything that serves a VM is killed again and again under load. Half an hour.
 ROUNDS ?= 200
 hunt:
 	@scripts/setup build vm
-	QSD_CSI_ROUNDS=$(ROUNDS) cargo test --locked --test it survival -- --nocapture --test-threads 1
+	QSD_CSI_ROUNDS=$(ROUNDS) cargo test --locked --test it -- loss survival --nocapture --test-threads 1
 
 check:
 	@scripts/setup build check

@@ -62,6 +62,13 @@ impl Node {
         self.work.notify_one();
     }
 
+    async fn nudge_after(self, pause: Duration) {
+        tokio::select! {
+            () = sleep(pause) => self.nudge(),
+            () = self.stop.cancelled() => {}
+        }
+    }
+
     /// Finds work and has it done, until the driver ends. Copies come first: what is merged with a
     /// layer that is to be copied is to be copied, too. They never keep merges waiting.
     pub(super) async fn tend(self) {
@@ -117,7 +124,8 @@ impl Node {
             Err(error) => {
                 let reason = Chain(&error).to_string();
                 warn!(%layer, error = reason, "moving data between layers");
-                self.volumes.work_failed(layer, reason);
+                let pause = self.volumes.work_failed(layer, reason);
+                self.tasks.spawn(self.clone().nudge_after(pause));
             }
         }
         drop(slot);

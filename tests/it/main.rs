@@ -25,6 +25,7 @@ mod listing;
 mod live;
 mod local;
 mod look;
+mod loss;
 mod metadata;
 mod model;
 mod modes;
