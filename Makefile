@@ -4,7 +4,7 @@
 export QSD_CSI_DEPS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/qsd-csi
 export PATH := $(QSD_CSI_DEPS)/bin:$(PATH)
 
-.PHONY: setup demo test hunt check bench
+.PHONY: setup demo test hunt storm check bench
 
 setup:
 	@scripts/setup
@@ -25,6 +25,12 @@ ROUNDS ?= 200
 hunt:
 	@scripts/setup build vm
 	QSD_CSI_ROUNDS=$(ROUNDS) cargo test --locked --test it -- loss survival --nocapture --test-threads 1
+
+# Many callers at once, some of whom hang up, also while daemons are killed; five minutes each.
+SECONDS_EACH ?= 300
+storm:
+	@scripts/setup build vm
+	QSD_CSI_SECONDS=$(SECONDS_EACH) cargo test --locked --test it storm -- --nocapture --test-threads 1
 
 check:
 	@scripts/setup build check

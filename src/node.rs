@@ -326,6 +326,14 @@ pub enum Error {
         /// The access mode that was asked for.
         access: &'static str,
     },
+    /// The daemon ended while the kernel used what it serves.
+    #[error("the daemon of volume {volume} ended meanwhile")]
+    Ended {
+        /// The volume.
+        volume: VolumeId,
+        /// What the kernel said.
+        source: Box<Error>,
+    },
     /// The volume has no daemon that could be replaced.
     #[error("volume {0} is not served by a daemon; stage it first")]
     NotServed(VolumeId),

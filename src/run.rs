@@ -493,6 +493,11 @@ pub fn make_mount_point(file: &Path) -> io::Result<()> {
     options.write(true).create_new(true).mode(0o400).open(file).map(drop)
 }
 
+/// Takes away what is mounted on such a file, also where its server is dead.
+pub fn clear_mount_point(file: &Path) -> io::Result<()> {
+    unmount_all(file)
+}
+
 /// Removes such a file, and all that is mounted on it, also where its server is dead, or somebody
 /// has it open.
 fn remove_mount_point(file: &PathBuf) -> io::Result<()> {

@@ -114,6 +114,7 @@ impl Node {
     async fn carry_out(self, work: Work, slot: OwnedSemaphorePermit) {
         let layer = work.upper().id;
         info!(%layer, way = work.way().as_str(), site = ?work.site(), "moving data between layers");
+        let begin = Instant::now();
         let outcome = match work.site().clone() {
             Site::Workshop => self.work_in_workshop(work).await,
             Site::Daemon(volume) => self.work_in_daemon(&volume, work).await,
@@ -124,7 +125,7 @@ impl Node {
             Err(error) => {
                 let reason = Chain(&error).to_string();
                 warn!(%layer, error = reason, "moving data between layers");
-                let pause = self.volumes.work_failed(layer, reason);
+                let pause = self.volumes.work_failed(layer, reason, begin.elapsed());
                 self.tasks.spawn(self.clone().nudge_after(pause));
             }
         }

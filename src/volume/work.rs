@@ -50,6 +50,9 @@ const FIRST_PAUSE: Duration = Duration::from_millis(500);
 /// fail again for its failures to be forgotten.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
+/// Work that went on for so long did not fail by itself, as what brings its daemon down does so sooner.
+const STEADY: Duration = Duration::from_millis(100);
+
 /// What is under way, by the layer that it is for.
 #[derive(Debug, Default)]
 pub(super) struct Jobs {
@@ -188,9 +191,10 @@ impl Jobs {
         self.failed.get(&layer).map(|failed| failed.reason.as_str())
     }
 
-    /// Notes that it failed once more: how long it is to be left alone.
-    fn fail(&mut self, upper: LayerId, reason: String, now: Instant) -> Duration {
-        let times = self.failed.get(&upper).map_or(1, |failed| failed.times.saturating_add(1));
+    /// Notes that it failed after it `ran` so long: how long it is to be left alone.
+    fn fail(&mut self, upper: LayerId, reason: String, ran: Duration, now: Instant) -> Duration {
+        let before = self.failed.get(&upper).filter(|_| ran < STEADY);
+        let times = before.map_or(1, |failed| failed.times.saturating_add(1));
         let pause = FIRST_PAUSE.saturating_mul(2_u32.saturating_pow(times - 1)).min(LONGEST_PAUSE);
         self.failed.insert(upper, Failed { until: now + pause, reason, times });
         pause
@@ -342,9 +346,10 @@ impl Volumes {
         }
     }
 
-    /// Work for this layer did not succeed, for a reason in words: how long it is left alone.
-    pub fn work_failed(&self, upper: LayerId, reason: String) -> Duration {
-        self.state.lock().jobs.fail(upper, reason, Instant::now())
+    /// Work for this layer did not succeed, after so long and for a reason in words: how long it is left
+    /// alone.
+    pub fn work_failed(&self, upper: LayerId, reason: String, ran: Duration) -> Duration {
+        self.state.lock().jobs.fail(upper, reason, ran, Instant::now())
     }
 
     /// Records that the data is where the work was to bring it, durably, and removes what is not
@@ -656,7 +661,7 @@ mod test {
         let (mut jobs, layer, now) = (Jobs::default(), LayerId::draw(), Instant::now());
         let mut pauses = Vec::new();
         for _ in 0..8 {
-            let pause = jobs.fail(layer, "why".to_owned(), now);
+            let pause = jobs.fail(layer, "why".to_owned(), Duration::ZERO, now);
             assert!(jobs.is_left_alone(layer, now) && !jobs.is_left_alone(layer, now + pause));
             jobs.forgive(now + pause);
             assert_eq!(jobs.trouble(layer), Some("why"));
@@ -666,6 +671,8 @@ mod test {
         let afterwards = now + LONGEST_PAUSE * 2;
         jobs.forgive(afterwards);
         assert_eq!(jobs.trouble(layer), None);
-        assert_eq!(jobs.fail(layer, "why".to_owned(), afterwards), FIRST_PAUSE);
+        for _ in 0..3 {
+            assert_eq!(jobs.fail(layer, "why".to_owned(), STEADY, afterwards), FIRST_PAUSE);
+        }
     }
 }
