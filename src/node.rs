@@ -16,6 +16,7 @@
 mod attachment;
 mod change;
 mod condition;
+mod death;
 pub mod device;
 mod encryption;
 mod ephemeral;
@@ -39,6 +40,7 @@ mod trial;
 mod upgrade;
 
 pub use condition::Condition;
+pub use death::Death;
 pub use ephemeral::Inline;
 pub use form::{Capability, Form, Group};
 pub use host::{Bound, Error as HostError, HostPath};
@@ -409,6 +411,8 @@ pub struct Attachments {
     pub monitor: PathBuf,
     /// How often its daemon was started again since the driver started.
     pub restarts: u64,
+    /// How its daemon died the last time, if one did since it was staged.
+    pub last_death: Option<Death>,
     /// What is not as it should be though it is served; empty if nothing.
     pub warning: String,
     /// The daemon, or why there is none.
@@ -463,6 +467,7 @@ impl Node {
             capability: Capability { access, form, group },
             monitor: dir.daemon(self.slot(volume)).debug_monitor(),
             restarts: attached.restarts,
+            last_death: self.last_death(volume),
             warning,
             daemon: match attached.service {
                 Service::Up(daemon) => Ok(daemon),

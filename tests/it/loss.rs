@@ -6,7 +6,8 @@
 
 use crate::{
     copies::{Source, Wish},
-    harness::{Dice, Driver, LIMIT, part, signal, until},
+    crash::relaunch,
+    harness::{Dice, Driver, LIMIT, all_of, is_alive, part, signal, until},
     hunt::{self, Journal, Notes},
     model::{
         guest::{Action, Guest, LONGEST},
@@ -302,18 +303,28 @@ impl Hunt {
         self.vm.assert_no_errors().await;
         self.vm.power_off().await;
         let noted = self.journal.read();
-        let driver = self.driver;
+        let mut driver = self.driver;
+        assert_sound(&mut driver).await;
         driver.detach("pvc-1").await;
-        let records = Records::of(&driver.path("pool"));
-        let top = records.active("pvc-1").unwrap();
         for reader in [Reader::Own, Reader::Qemu] {
-            let flat = file_of(&records.bytes(top, reader).unwrap());
+            let flat = file_of(&bytes_of(&driver, reader).await);
             hunt::assert_holds(flat.path(), &table);
             hunt::assert_holds(flat.path(), &noted.table(&noted));
         }
-        assert_sound(&driver);
         driver
     }
+}
+
+/// What the volume holds; layers may be merged while they are read.
+async fn bytes_of(driver: &Driver, reader: Reader) -> Vec<u8> {
+    let mut bytes = None;
+    until("its layers stay for long enough", async || {
+        let records = Records::of(&driver.path("pool"));
+        bytes = records.bytes(records.active("pvc-1").unwrap(), reader);
+        bytes.is_some()
+    })
+    .await;
+    bytes.unwrap()
 }
 
 /// Bytes as a file.
@@ -323,8 +334,14 @@ fn file_of(bytes: &[u8]) -> tempfile::NamedTempFile {
     file
 }
 
-/// Asserts that `qemu-img check` finds no fault in any layer, leaked clusters of killed daemons apart.
-fn assert_sound(driver: &Driver) {
+/// Asserts that `qemu-img check` finds no fault in any layer, leaked clusters of killed daemons apart,
+/// whatever is under way when all that could write to them is killed at once.
+async fn assert_sound(driver: &mut Driver) {
+    driver.kill();
+    for pid in all_of(driver) {
+        signal(pid, "KILL");
+        until("it is gone", async || !is_alive(pid)).await;
+    }
     let records = Records::of(&driver.path("pool"));
     let qcow2 = |layer: &&String| records.layers[*layer]["format"] == "qcow2";
     for layer in records.layers.keys().filter(qcow2) {
@@ -339,6 +356,7 @@ fn assert_sound(driver: &Driver) {
         let [errors, corruptions] = ["check-errors", "corruptions"].map(|what| &found[what]);
         assert!(errors == 0 && (corruptions.is_null() || corruptions == 0), "{layer}: {check:?}");
     }
+    relaunch(driver).await;
 }
 
 /// Deletes all there is, and sees that nothing is left.
@@ -403,8 +421,7 @@ async fn nothing_is_lost_while_a_clone_is_copied() {
     let hunt = Hunt::on(driver).await;
     let stalls = kill_during_jobs(&hunt.driver, &Target::new("stream"), 34).await;
     let driver = hunt.end("stream of a clone", stalls).await;
-    let records = Records::of(&driver.path("pool"));
-    let bytes = records.bytes(records.active("pvc-1").unwrap(), Reader::Qemu).unwrap();
+    let bytes = bytes_of(&driver, Reader::Qemu).await;
     let behind = &bytes[usize::try_from(BEHIND).unwrap()..];
     let stamps = read(behind, sectors(BEHIND)).unwrap();
     assert!(stamps.iter().all(|stamp| *stamp == 7), "what was copied is not what was there");

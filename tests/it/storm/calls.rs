@@ -72,7 +72,7 @@ pub(super) struct Call<'a> {
     pub(super) answer: Answer<'a>,
 }
 
-use Code::{Aborted, AlreadyExists, FailedPrecondition, NotFound, OutOfRange};
+use Code::{Aborted, AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, OutOfRange};
 
 const BUSY: &[Code] = &[Aborted, NotFound];
 const IN_USE: &[Code] = &[Aborted, NotFound, FailedPrecondition];
@@ -256,6 +256,7 @@ fn tell<'a>(driver: &'a Driver, dice: &mut Dice, slot: u64, volume_id: String) -
 /// What asks for snapshots, or for all there is.
 fn look<'a>(driver: &'a Driver, dice: &mut Dice, snapshot: String, other: String) -> Call<'a> {
     let gone = &[NotFound, FailedPrecondition];
+    let unrelated = &[NotFound, FailedPrecondition, InvalidArgument];
     match dice.roll(9) {
         0 => {
             let answer = async move { allocated(driver, snapshot).await };
@@ -263,7 +264,7 @@ fn look<'a>(driver: &'a Driver, dice: &mut Dice, snapshot: String, other: String
         }
         1 => {
             let answer = async move { delta(driver, snapshot, other).await };
-            Call { method: "GetMetadataDelta", expected: gone, answer: Box::pin(answer) }
+            Call { method: "GetMetadataDelta", expected: unrelated, answer: Box::pin(answer) }
         }
         2 | 3 => {
             let answer = async { list_volumes(driver).await };
