@@ -4,7 +4,7 @@
 export QSD_CSI_DEPS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/qsd-csi
 export PATH := $(QSD_CSI_DEPS)/bin:$(PATH)
 
-.PHONY: setup demo test hunt fuzz coverage check bench
+.PHONY: setup demo test hunt storm fuzz coverage check bench
 
 setup:
 	@scripts/setup
@@ -20,11 +20,17 @@ test:
 	@scripts/setup build vm remote rules sanity
 	cargo test --workspace --locked
 
-# The loss hunts at length: everything that serves a VM is killed again and again under load. Ten minutes.
+# The loss hunts at length: everything that serves a VM is killed again and again under load. Half an hour.
 ROUNDS ?= 200
 hunt:
 	@scripts/setup build vm
-	QSD_CSI_ROUNDS=$(ROUNDS) cargo test --locked --test it survival -- --nocapture --test-threads 1
+	QSD_CSI_ROUNDS=$(ROUNDS) cargo test --locked --test it -- loss survival --nocapture --test-threads 1
+
+# Many callers at once, some of whom hang up, also while daemons are killed; five minutes each.
+SECONDS_EACH ?= 300
+storm:
+	@scripts/setup build vm
+	QSD_CSI_SECONDS=$(SECONDS_EACH) cargo test --locked --test it storm -- --nocapture --test-threads 1
 
 # Looks for bytes that break a parser, SECONDS_EACH for each target; FUZZ="csi source" for these alone, JOBS=2 for two at
 # a time, KEEP=1 to keep what it finds. `make test` goes through fuzz/corpus and fuzz/regressions.

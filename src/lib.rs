@@ -23,6 +23,7 @@
 //! Records live in the pools (durable) and in the run directory (until the next boot); a process
 //! may die at any instant, and the next one goes on from the records. See ARCHITECTURE.md.
 
+mod abreast;
 mod blocking;
 mod chain;
 pub mod cli;

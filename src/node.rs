@@ -17,6 +17,7 @@ mod attachment;
 mod cause;
 mod change;
 mod condition;
+mod death;
 pub mod device;
 mod encryption;
 mod ephemeral;
@@ -45,6 +46,7 @@ mod upgrade;
 
 pub use cause::Cause;
 pub use condition::Condition;
+pub use death::Death;
 pub use ephemeral::Inline;
 pub use form::{Capability, Form, Group};
 pub use health::{Part, Staged, View};
@@ -338,6 +340,14 @@ pub enum Error {
         /// The access mode that was asked for.
         access: &'static str,
     },
+    /// The daemon ended while the kernel used what it serves.
+    #[error("the daemon of volume {volume} ended meanwhile")]
+    Ended {
+        /// The volume.
+        volume: VolumeId,
+        /// What the kernel said.
+        source: Box<Error>,
+    },
     /// The volume has no daemon that could be replaced.
     #[error("volume {0} is not served by a daemon; stage it first")]
     NotServed(VolumeId),
@@ -417,6 +427,8 @@ pub struct Attachments {
     pub monitor: PathBuf,
     /// How often its daemon was started again since the driver started.
     pub restarts: u64,
+    /// How its daemon died the last time, if one did since it was staged.
+    pub last_death: Option<Death>,
     /// What is not as it should be though it is served; empty if nothing.
     pub warning: String,
     /// The daemon, or why there is none.
@@ -469,6 +481,7 @@ impl Node {
             capability: Capability { access, form, group },
             monitor: dir.daemon(self.slot(volume)).debug_monitor(),
             restarts: attached.restarts,
+            last_death: self.last_death(volume),
             warning,
             daemon: match attached.service {
                 Service::Up(daemon) => Ok(daemon),

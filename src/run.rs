@@ -282,6 +282,11 @@ impl VolumeDir {
         self.0.join("secrets.json")
     }
 
+    /// How the last daemon died.
+    pub fn death(&self) -> PathBuf {
+        self.0.join("death.json")
+    }
+
     /// Who reads which volume through this part, beside others: then it is no volume's own.
     pub fn reader(&self) -> PathBuf {
         self.0.join("reader.json")
@@ -390,7 +395,8 @@ impl VolumeDir {
     /// Removes all of it, the record first. The published directory goes with whatever somebody
     /// left in it; beside it, what is not ours stays, and is an error.
     pub fn remove(&self) -> io::Result<()> {
-        for record in [self.attachment(), self.relay(), self.secrets(), self.reader()] {
+        for record in [self.attachment(), self.relay(), self.secrets(), self.death(), self.reader()]
+        {
             remove(&record)?;
             remove(&store::draft_of(&record))?;
         }
@@ -491,6 +497,11 @@ fn disk_number(name: &str) -> Option<u32> {
 pub fn make_mount_point(file: &Path) -> io::Result<()> {
     let mut options = fs::OpenOptions::new();
     options.write(true).create_new(true).mode(0o400).open(file).map(drop)
+}
+
+/// Takes away what is mounted on such a file, also where its server is dead.
+pub fn clear_mount_point(file: &Path) -> io::Result<()> {
+    unmount_all(file)
 }
 
 /// Removes such a file, and all that is mounted on it, also where its server is dead, or somebody

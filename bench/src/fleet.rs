@@ -23,6 +23,11 @@ impl Fleet {
         Ok(())
     }
 
+    /// Their ids.
+    pub(crate) fn names(&self) -> &[String] {
+        &self.0
+    }
+
     /// Where they are staged and published.
     pub(crate) fn paths(&self, driver: &Driver) -> anyhow::Result<Vec<Paths>> {
         self.0.iter().map(|volume| driver.scratch.paths(volume)).collect()

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! make bench                                       all parts, some 12 minutes on 2 cores
-//! target/release/qsd-csi-bench --only data         one part: control, memory, copies, data, chain, relay or crowd
+//! target/release/qsd-csi-bench --only data         one part: control, memory, restart, copies, data, chain, relay or crowd
 //! target/release/qsd-csi-bench --quick             seconds: shows that it works, not how fast
 //! target/release/qsd-csi-bench --only tune         settings of bare daemons against each other
 //! ```
@@ -15,7 +15,7 @@
 //! | part | figure | unit | reference |
 //! |---|---|---|---|
 //! | control | latency of CSI calls with 1, 100 and 500 volumes published | ms | a bare daemon from spawn to its end; one durable 4 KiB file |
-//! | control | start of the driver with 500 volumes published | ms | the same with none |
+//! | restart | start of the driver with 500 volumes published, and after a reboot | ms | the same with none |
 //! | memory | memory of daemons, driver, supervisor and relay, as proportional set size (PSS) | KiB | bare daemons that serve nothing |
 //! | data | requests a second through the published socket | IOPS | fio on a file of the same file system |
 //! | data | durable writes with `cache: auto` | IOPS | `cache: writethrough` |
@@ -45,6 +45,7 @@ mod memory;
 mod plot;
 mod process;
 mod qsd;
+mod reboot;
 mod relay;
 mod relayed;
 mod report;
@@ -85,8 +86,10 @@ struct Args {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Part {
-    /// Latency of CSI calls, and start-up
+    /// Latency of CSI calls
     Control,
+    /// Start-up with many volumes, also after a reboot
+    Restart,
     /// Memory of all processes
     Memory,
     /// Requests a second through a published socket
@@ -207,8 +210,12 @@ async fn run(args: Args) -> anyhow::Result<()> {
     if args.quick {
         report.text("A quick run: these figures mean nothing.");
     }
-    if wanted(Part::Control) || wanted(Part::Memory) {
-        levels(&plan, &mut report, wanted(Part::Control), wanted(Part::Memory)).await?;
+    let of_levels: Vec<_> = [Part::Control, Part::Memory, Part::Restart]
+        .into_iter()
+        .filter(|part| wanted(*part))
+        .collect();
+    if !of_levels.is_empty() {
+        levels(&plan, &mut report, &of_levels).await?;
     }
     if wanted(Part::Data) {
         data::measure(&plan, &mut report).await?;
@@ -234,13 +241,10 @@ async fn run(args: Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Control plane and memory, while volumes become more and more.
-async fn levels(
-    plan: &Plan,
-    report: &mut Report,
-    control: bool,
-    memory: bool,
-) -> anyhow::Result<()> {
+/// Control plane and memory, while volumes become more and more; start-up when there are most.
+async fn levels(plan: &Plan, report: &mut Report, parts: &[Part]) -> anyhow::Result<()> {
+    let [control, memory, restart] =
+        [Part::Control, Part::Memory, Part::Restart].map(|part| parts.contains(&part));
     let mut driver = Driver::start(report.dir()).await?;
     let mut fleet = Fleet::default();
     let mut calls = control::Calls::default();
@@ -256,7 +260,10 @@ async fn levels(
     }
     if control {
         calls.tell(report)?;
+    }
+    if restart {
         restart::measure(&mut driver, plan.starts, report).await?;
+        reboot::measure(&mut driver, &fleet, plan.starts, report).await?;
     }
     if memory {
         sizes.tell(report);

@@ -86,6 +86,13 @@ impl Scratch {
         greeting["pid"].as_i64().and_then(|pid| i32::try_from(pid).ok())
     }
 
+    /// Ends all that works there, and loses the run directory, as the end of the machine would.
+    pub(crate) fn lose_run(&self) -> anyhow::Result<()> {
+        self.clear();
+        let run = self.run();
+        fs::remove_dir_all(&run).with_context(|| run.display().to_string())
+    }
+
     fn clear(&self) {
         let supervisor = self.supervisor();
         let begin = Instant::now();
@@ -109,7 +116,8 @@ impl Scratch {
             }
             process::signal(pid, Signal::KILL);
         }
-        for mount in mounts_below(self.run.path()) {
+        // What is mounted within another goes first.
+        for mount in mounts_below(self.run.path()).into_iter().rev() {
             if let Err(error) = unmount(&mount, UnmountFlags::DETACH) {
                 say(format!("unmounting {}: {error}", mount.display()));
             }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! hunt write DEVICE [--writers 8] [--readers 4] [--blocks 4096] [--seconds N] [--until FILE]
-//!                   [--table FILE] [--patience 20]
+//!                   [--table FILE] [--journal DISK] [--patience 20]
 //! hunt verify DEVICE --table FILE
 //! hunt flush DEVICE --writes 320 --every 16
 //! ```
@@ -21,6 +21,10 @@
 //! a time in which none completed. A request that takes longer than the patience is an error too,
 //! and ends it all, with no block read once more: threads that wait for a disk cannot be ended, but
 //! what is known is told.
+//!
+//! The journal is a disk or file on which each acknowledged write is noted before its writer goes on,
+//! for whoever looks at it from outside of the guest: a sector with "qsd-note", the number of the run,
+//! of its writers and of its blocks, then a number for each block, of its last acknowledged write.
 //!
 //! `verify` checks a disk against the table that `write` left. `flush` writes one after another
 //! and flushes after every so many, for those who count what arrives.
@@ -59,6 +63,9 @@ const SECTOR: usize = 512;
 
 /// The blocks of a long request.
 const LONG: usize = 16;
+
+/// The notes in a sector of a journal: 8 bytes each.
+const NOTES: usize = SECTOR / 8;
 
 /// One write in so many is a long one.
 const LONG_ONE_IN: usize = 16;
@@ -148,6 +155,7 @@ struct Plan {
     length: Option<Duration>,
     until: Option<PathBuf>,
     table: Option<PathBuf>,
+    journal: Option<PathBuf>,
     patience: Duration,
 }
 
@@ -160,6 +168,7 @@ impl Plan {
             length: options.take("seconds")?.map(Duration::from_secs),
             until: options.take("until")?,
             table: options.take("table")?,
+            journal: options.take("journal")?,
             patience: Duration::from_secs(options.take("patience")?.unwrap_or(20)),
         };
         options.finish()?;
@@ -168,6 +177,9 @@ impl Plan {
         }
         if plan.blocks / plan.writers < LONG {
             return Err("a share must have room for a long write".into());
+        }
+        if plan.journal.is_some() && !(plan.blocks / plan.writers).is_multiple_of(NOTES) {
+            return Err("a share must fill sectors of the journal".into());
         }
         if plan.length.is_none() && plan.until.is_none() {
             return Err("--seconds or --until says when to end".into());
@@ -179,7 +191,9 @@ impl Plan {
 fn write(device: &Path, plan: Plan) -> Result<ExitCode, Failure> {
     let nanos = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)?.subsec_nanos();
     let run = (u64::from(nanos) << 32) | u64::from(std::process::id());
-    let load = Arc::new(Load::new(open(device)?, Table::new(run, plan.writers, plan.blocks), plan));
+    let table = Table::new(run, plan.writers, plan.blocks);
+    let journal = plan.journal.as_deref().map(|path| Journal::begin(path, &table)).transpose()?;
+    let load = Arc::new(Load::new(open(device)?, table, journal, plan));
     if load.wait(load.start()) {
         let last = Arc::clone(&load);
         load.wait(vec![thread::spawn(move || last.verify())]);
@@ -222,6 +236,7 @@ fn open(device: &Path) -> io::Result<File> {
 struct Load {
     file: File,
     table: Table,
+    journal: Option<Journal>,
     plan: Plan,
     report: Report,
     lost: AtomicUsize,
@@ -232,11 +247,12 @@ struct Load {
 }
 
 impl Load {
-    fn new(file: File, table: Table, plan: Plan) -> Self {
+    fn new(file: File, table: Table, journal: Option<Journal>, plan: Plan) -> Self {
         let threads = plan.writers + plan.readers;
         Self {
             file,
             table,
+            journal,
             // One more, who verifies.
             report: Report::new(threads + 1),
             lost: AtomicUsize::new(0),
@@ -318,8 +334,18 @@ impl Load {
             }
         }
         match self.report.request(writer, || self.file.write_all_at(bytes, offset(blocks.start))) {
-            Ok(()) => blocks.for_each(|block| self.table.blocks[block].acknowledge()),
+            Ok(()) => {
+                blocks.clone().for_each(|block| self.table.blocks[block].acknowledge());
+                self.note(blocks, buffer);
+            }
             Err(error) => self.report.error(&format!("writing blocks {blocks:?}: {error}")),
+        }
+    }
+
+    fn note(&self, blocks: Range<usize>, buffer: &mut Buffer) {
+        let Some(journal) = &self.journal else { return };
+        if let Err(error) = journal.note(&self.table, blocks, &mut buffer.bytes()[..SECTOR]) {
+            self.report.error(&format!("the journal: {error}"));
         }
     }
 
@@ -471,6 +497,38 @@ impl Table {
     }
 }
 
+/// Where acknowledged writes are noted. Of each of its sectors one writer has all blocks.
+struct Journal(File);
+
+impl Journal {
+    const MAGIC: u64 = u64::from_le_bytes(*b"qsd-note");
+
+    fn begin(path: &Path, table: &Table) -> io::Result<Self> {
+        let (file, mut buffer) = (open(path)?, Buffer::new(SECTOR));
+        let head = [Self::MAGIC, table.run, wide(table.writers), wide(table.blocks.len())];
+        put(buffer.bytes(), head.into_iter());
+        file.write_all_at(buffer.bytes(), 0)?;
+        Ok(Self(file))
+    }
+
+    /// Writes the sectors with the notes of some blocks.
+    fn note(&self, table: &Table, blocks: Range<usize>, buffer: &mut [u8]) -> io::Result<()> {
+        for sector in blocks.start / NOTES..blocks.end.div_ceil(NOTES) {
+            let noted = table.blocks.iter().skip(sector * NOTES).map(Block::acknowledged);
+            put(buffer, noted);
+            self.0.write_all_at(buffer, wide((1 + sector) * SECTOR))?;
+        }
+        Ok(())
+    }
+}
+
+/// Fills a sector with numbers as long as there are some.
+fn put(sector: &mut [u8], numbers: impl Iterator<Item = u64>) {
+    for (bytes, number) in sector.chunks_exact_mut(8).zip(numbers) {
+        bytes.copy_from_slice(&number.to_le_bytes());
+    }
+}
+
 /// The words every sector begins with, and from which all others follow.
 #[derive(Clone, Copy, PartialEq)]
 struct Stamp {
@@ -494,9 +552,7 @@ impl Stamp {
     }
 
     fn write(self, sector: &mut [u8]) {
-        for (word, bytes) in self.words().zip(sector.chunks_exact_mut(8)) {
-            bytes.copy_from_slice(&word.to_le_bytes());
-        }
+        put(sector, self.words());
     }
 
     /// The stamp a sector claims to have, if it has one.
@@ -832,6 +888,10 @@ mod test {
         assert_eq!(
             parse("write /none --blocks 8 --until /x"),
             "a share must have room for a long write"
+        );
+        assert_eq!(
+            parse("write /none --blocks 160 --journal /j --until /x"),
+            "a share must fill sectors of the journal"
         );
         assert_eq!(parse("write /none"), "--seconds or --until says when to end");
         assert_eq!(parse("flush /none --speed 3"), "unknown option --speed");

@@ -100,7 +100,16 @@ struct Attachment {
     daemon: Option<Daemon>,
     trouble: Option<String>,
     warning: Option<String>,
+    last_death: Option<Death>,
     relay: Option<Relay>,
+}
+
+#[derive(Serialize)]
+struct Death {
+    pid: i32,
+    how: String,
+    at: u64,
+    times: u64,
 }
 
 #[derive(Serialize)]
@@ -175,6 +184,10 @@ impl From<inspect::Volume> for Volume {
                 daemon: attachment.daemon.map(daemon),
                 trouble: some(attachment.trouble),
                 warning: some(attachment.warning),
+                last_death: attachment.last_death.map(|death| {
+                    let inspect::Death { pid, how, at, times } = death;
+                    Death { pid, how, at, times }
+                }),
                 relay: attachment.relay.map(relay),
             }),
             damage: some(volume.damage),

@@ -109,7 +109,9 @@ impl From<node::Error> for Status {
             | node::Error::Trial { source, .. }
             | node::Error::Workshop { source, .. }
             | node::Error::Source { source } => daemon_code(source),
-            node::Error::Supervisor(_) | node::Error::Relay { .. } => Code::Unavailable,
+            node::Error::Supervisor(_) | node::Error::Relay { .. } | node::Error::Ended { .. } => {
+                Code::Unavailable
+            }
             node::Error::Device { source, .. } => device_code(source),
             node::Error::Filesystem { source, .. } => filesystem_code(source),
             node::Error::Store { source, .. } => io_code(source.io_kind()),

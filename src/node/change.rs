@@ -35,7 +35,9 @@ impl Node {
     /// Expands a volume where it is used: also its file system, if it has one here.
     pub async fn expand_here(&self, claim: Arc<Claim>, range: SizeRange) -> Result<Volume, Error> {
         let (volume, _) = self.expand(claim, range).await?;
-        self.grow_filesystem(volume.id()).await?;
+        let daemon = self.serving_daemon(volume.id());
+        let grown = self.grow_filesystem(volume.id()).await;
+        self.blame(daemon.as_ref(), volume.id(), grown).await?;
         Ok(volume)
     }
 
@@ -93,7 +95,8 @@ impl Node {
         if !self.form(id).is_relayed() {
             let grown = daemon.resize(size).await;
             grown.map_err(|error| Error::daemon(id)(error.into()))?;
-            return self.grow_device(id, size).await;
+            let grown = self.grow_device(id, size).await;
+            return self.blame(Some(daemon), id, grown).await;
         }
         self.make_way(id, daemon).await?;
         if self.has_guest(id).await {

@@ -4,7 +4,7 @@
 //! Nothing is asked that could hang: `/sys`, the table of mounts, and what the driver knows.
 
 use super::{
-    Attached, Form, HostPath, Node, Relayed, Service,
+    Attached, Death, Form, HostPath, Node, Relayed, Service,
     attachment::Attachment,
     device::LoopDevice,
     health::troubles_of,
@@ -77,6 +77,10 @@ impl Node {
         if let Some(attachment) = self.attachment(id) {
             if let Err(reason) = attachment.daemon {
                 troubles.push(format!("no daemon serves it, which is tried again: {reason}"));
+                let other = attachment.last_death.filter(|death| death.how != reason);
+                troubles.extend(other.map(|Death { how, times, .. }| {
+                    format!("daemons died {times} times, the last one so: {how}")
+                }));
             }
             troubles.extend(Some(attachment.warning).filter(|warning| !warning.is_empty()));
         }

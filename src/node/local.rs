@@ -11,7 +11,7 @@
 //! until it is published again.
 
 use super::{
-    Error, Form, HostPath, Node,
+    Error, Form, HostError, HostPath, Node, Service,
     attachment::Attachment,
     device::{Access, Detached, LoopDevice, Sectors},
     filesystem::{self, Contents, Kind, MountFlags, Overwrite, Stats},
@@ -25,12 +25,23 @@ use crate::{
     units::Bytes,
     volume::{Claim, VolumeId},
 };
-use std::{ffi::OsStr, fs, io::Write as _, os::unix::ffi::OsStrExt as _, path::Path};
+use std::{
+    ffi::OsStr, fs, io::Write as _, os::unix::ffi::OsStrExt as _, path::Path, time::Duration,
+};
+use tokio::time::timeout;
 use tracing::{info, warn};
+
+/// How long after the first error of its device the end of a daemon is seen at most.
+const END: Duration = Duration::from_millis(200);
 
 impl Node {
     /// Has whoever uses the volume led to this daemon: VMs by the relay, the kernel by a device.
     pub(super) async fn lead_to(&self, id: &VolumeId, daemon: &Daemon) -> Result<(), Error> {
+        let led = self.try_lead_to(id, daemon).await;
+        self.blame(Some(daemon), id, led).await
+    }
+
+    async fn try_lead_to(&self, id: &VolumeId, daemon: &Daemon) -> Result<(), Error> {
         match daemon.outlet() {
             Outlet::Socket(_) => {
                 self.relay_to(id, daemon).await?;
@@ -44,6 +55,42 @@ impl Node {
     pub(super) async fn lead_no_more(&self, id: &VolumeId) -> Result<(), Error> {
         self.close_devices(id).await?;
         self.relay_no_more(id).await
+    }
+
+    /// What fails on a device or a file system while the daemon below it ends fails because of that,
+    /// whatever the kernel says.
+    pub(super) async fn blame<T>(
+        &self,
+        daemon: Option<&Daemon>,
+        id: &VolumeId,
+        outcome: Result<T, Error>,
+    ) -> Result<T, Error> {
+        let Err(error) = outcome else { return outcome };
+        let is_of_kernel = matches!(
+            error,
+            Error::Device { .. }
+                | Error::Filesystem { .. }
+                | Error::Host(HostError::Io { .. })
+                | Error::Run { .. }
+        );
+        let has_ended = async {
+            match daemon {
+                Some(daemon) => timeout(END, daemon.closed()).await.is_ok(),
+                None => self.find(id).is_some(),
+            }
+        };
+        if is_of_kernel && has_ended.await {
+            return Err(Error::Ended { volume: id.clone(), source: Box::new(error) });
+        }
+        Err(error)
+    }
+
+    /// The daemon that serves a volume, if one does.
+    pub(super) fn serving_daemon(&self, id: &VolumeId) -> Option<Daemon> {
+        match self.find(id)?.service {
+            Service::Up(daemon) => Some(daemon),
+            Service::Down { .. } => None,
+        }
     }
 
     async fn open_device(&self, id: &VolumeId, file: &Path) -> Result<(), Error> {
@@ -270,7 +317,8 @@ impl Node {
         let staged = attachment.filter(|one| matches!(one.form, Form::Filesystem { .. }));
         let Some(staged) = staged else { return Ok(None) };
         let told = filesystem::stats(&HostPath::noted(staged.staging_path)).await;
-        told.map(Some).map_err(Error::filesystem(id))
+        let told = told.map(Some).map_err(Error::filesystem(id));
+        self.blame(self.serving_daemon(id).as_ref(), id, told).await
     }
 
     /// Binds what is staged onto a target.

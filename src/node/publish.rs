@@ -64,11 +64,12 @@ impl Node {
         let whose = if known { Target::Noted } else { Target::New };
         self.note(intended.clone())?;
         crash::point("node-publish-intent");
+        let daemon = self.serving_daemon(id);
         let bound = async {
             self.settle_image(id).await?;
             self.bind(&intended, &publish.target, whose).await
         };
-        let bound = bound.await;
+        let bound = self.blame(daemon.as_ref(), id, bound.await).await;
         if bound.is_err() && !known {
             if let Err(error) = self.close_reader(id, target).await {
                 warn!(volume = %id, error = %Chain(&error), "taking back a publishing");

@@ -39,6 +39,9 @@ const STEADY: Duration = Duration::from_millis(100);
 /// How long the supervisor's report of a death may come after the end of the monitor.
 const REPORT: Duration = Duration::from_millis(20);
 
+/// How a daemon ended of which only the end of its monitor was seen.
+pub(super) const MONITOR_CLOSED: &str = "its monitor closed the connection";
+
 /// How long a supervisor that cannot be had is left alone.
 const SUPERVISOR_RETRY: Duration = Duration::from_secs(1);
 
@@ -173,6 +176,7 @@ impl Node {
         let serving = self.serving(id);
         let Some(&pid) = running.get(&serving) else {
             self.note_gone(id);
+            self.keep_missed_death(id, serving).await;
             return self.start_revival(id.clone()).await;
         };
         let adopted = async {
@@ -207,7 +211,7 @@ impl Node {
             () = daemon.closed() => sleep(REPORT).await,
             () = self.stop.cancelled() => return,
         }
-        self.note_death(&id, daemon.pid(), "its monitor closed the connection");
+        self.note_death(&id, daemon.pid(), MONITOR_CLOSED);
     }
 
     /// The first attempt at once, and if that fails further ones in the background. A remote master
@@ -302,6 +306,7 @@ impl Node {
             let pause = pause_after(one.hasty_ends);
             let seconds = daemon.served().as_secs_f64();
             warn!(volume = %id, pid, reason = how, seconds, ?pause, "daemon died");
+            self.keep_death(id, daemon.key().clone(), pid, how);
             let error = how.to_owned();
             one.leaving = Some(Leaving { pid: Some(pid), cause: Cause::Died, error });
             pause

@@ -60,7 +60,9 @@ impl Node {
         self.require_same(id, stage.passphrase.as_ref())?;
         self.keep_secrets(id, &stage)?;
         let outcome = self.serve(claim).await?;
-        self.mount_staged(claim, is).await?;
+        let daemon = self.serving_daemon(id);
+        let mounted = self.mount_staged(claim, is).await;
+        self.blame(daemon.as_ref(), id, mounted).await?;
         Ok(outcome)
     }
 
@@ -104,7 +106,8 @@ impl Node {
             crash::point("node-stage-daemon");
             self.lead_to(id, &daemon).await?;
             crash::point("node-stage-served");
-            self.mount_staged(claim, &intent).await?;
+            let mounted = self.mount_staged(claim, &intent).await;
+            self.blame(Some(&daemon), id, mounted).await?;
             let staged = intent.in_phase(Phase::Staged);
             self.save(&staged)?;
             self.attached().insert(id.clone(), Attached::new(staged));

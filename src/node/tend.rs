@@ -151,7 +151,8 @@ impl Node {
             Err(error) => {
                 let reason = Chain(&error).to_string();
                 warn!(volume, %layer, way, seconds, error = reason, "job failed");
-                self.volumes.work_failed(layer, reason);
+                let pause = self.volumes.work_failed(layer, reason, begin.elapsed());
+                self.nudge_after(pause);
                 Fate::Failed
             }
         };

@@ -172,8 +172,8 @@ struct Start<'a> {
     beside: Option<&'a DaemonKey>,
     bottom: Option<Bottom>,
     passphrase: Option<&'a Passphrase>,
-    /// Whether it is to export a file.
-    exports_file: bool,
+    /// The file that it is to export, if it is.
+    file: Option<&'a Path>,
     commands: Vec<Command>,
 }
 
@@ -188,9 +188,8 @@ pub async fn start_trial(
 ) -> Result<(), Error> {
     let exclusive = dir.path();
     let commands = graph::trial(requests_per_second, &dir.backend_socket());
-    let (beside, bottom, passphrase, exports_file) = (None, None, None, false);
-    let start =
-        Start { key, program, dir, exclusive, beside, bottom, passphrase, exports_file, commands };
+    let (beside, bottom, passphrase, file) = (None, None, None, None);
+    let start = Start { key, program, dir, exclusive, beside, bottom, passphrase, file, commands };
     start.run(supervisor).await.map(drop)
 }
 
@@ -226,8 +225,8 @@ impl Workshop {
 
     fn begin(&self, bottom: Option<Bottom>, commands: Vec<Command>) -> Start<'_> {
         let Self { key, program, dir } = self;
-        let (exclusive, beside, passphrase, exports_file) = (dir.path(), None, None, false);
-        Start { key, program, dir, exclusive, beside, bottom, passphrase, exports_file, commands }
+        let (exclusive, beside, passphrase, file) = (dir.path(), None, None, None);
+        Start { key, program, dir, exclusive, beside, bottom, passphrase, file, commands }
     }
 
     /// The monitor of a daemon that has nothing open.
@@ -266,7 +265,10 @@ impl Launch {
             beside: self.beside.as_ref(),
             bottom: Bottom::of(&self.layers, &self.credentials, self.writes.access()),
             passphrase: self.passphrase.as_ref(),
-            exports_file: matches!(self.outlet, Outlet::File(_)),
+            file: match &self.outlet {
+                Outlet::File(file) => Some(file),
+                Outlet::Socket(_) => None,
+            },
             commands: graph::commands(plan),
         };
         let (monitor, pid, version) = start.run(supervisor).await?;
@@ -355,6 +357,11 @@ impl Start<'_> {
             }
             warn!(key = %self.key, attempt, error = %Chain(&error), "a daemon did not start well");
             attempt += 1;
+            if let Some(file) = self.file {
+                // What died may have mounted it, and the next one cannot on what is dead.
+                let place = |source| Error::Place { path: file.to_owned(), source };
+                run::clear_mount_point(file).map_err(place)?;
+            }
             sleep(AFTERLIFE).await;
         }
     }
@@ -366,7 +373,7 @@ impl Start<'_> {
             end = self.end(supervisor) => return Err(end),
         };
         let version = version(&monitor).await?;
-        if self.exports_file {
+        if self.file.is_some() {
             require_files(version)?;
         }
         if let Some(bottom) = &self.bottom {

@@ -128,14 +128,20 @@ fn locked(file: File, path: &Path) -> io::Result<File> {
 }
 
 /// The daemons that an earlier supervisor of this run directory left running: the processes whose
-/// standard input is the lock of one of its parts; the file itself, not one of the same name.
-pub(super) fn find(run: &RunDir) -> io::Result<Vec<(DaemonKey, Handle, Ending)>> {
+/// standard input is the lock of one of its parts; the file itself, not one of the same name. Those
+/// that are known already are left out.
+pub(super) fn find(
+    run: &RunDir,
+    is_known: impl Fn(&DaemonKey) -> bool,
+) -> io::Result<Vec<(DaemonKey, Handle, Ending)>> {
     let both = |volume: crate::volume::RunKey| {
         Slot::ALL.map(|slot| DaemonKey { volume: volume.clone(), slot })
     };
     let keys = run.keys()?.into_iter().flat_map(both);
     let locks = keys.map(|key| (run.daemon(&key).lock(), key)).collect();
-    Ok(await_ends(holders(locks)?))
+    let mut found = holders(locks)?;
+    found.retain(|(key, _)| !is_known(key));
+    Ok(await_ends(found))
 }
 
 /// The relay that an earlier supervisor of this run directory left running.

@@ -242,7 +242,17 @@ impl Supervisor {
             None => None,
         };
         let dir = self.run.daemon(&spawn.key);
-        let (handle, ending) = process::spawn(spawn, &dir, beside.as_ref())?;
+        let (handle, ending) = match process::spawn(spawn, &dir, beside.as_ref()) {
+            Ok(spawned) => spawned,
+            Err(error) => {
+                // A supervisor that died as it started one may have left it at a moment at which its
+                // successor could not know it. From now on it can be told to end.
+                if error.kind() == io::ErrorKind::AlreadyExists {
+                    self.adopt()?;
+                }
+                return Err(error);
+            }
+        };
         let pid = handle.pid;
         info!(key = %spawn.key, pid, "daemon started");
         self.watch(spawn.key.clone(), handle, ending);
@@ -284,8 +294,10 @@ impl Supervisor {
         Ok((handle, ending))
     }
 
+    /// Takes over the daemons that nobody has on the books.
     fn adopt(&self) -> io::Result<()> {
-        for (key, handle, ending) in process::find(&self.run)? {
+        let running = |key: &DaemonKey| matches!(self.daemons().get(key), Some(Daemon::Running(_)));
+        for (key, handle, ending) in process::find(&self.run, running)? {
             info!(%key, pid = handle.pid, "daemon adopted");
             self.watch(key, handle, ending);
         }

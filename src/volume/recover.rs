@@ -7,6 +7,7 @@ use super::{
     state::{Kept, KeptLayer, Shared, State, file_of},
 };
 use crate::{
+    abreast::abreast,
     chain::Chain,
     pool::{self, Kind, Pool},
     store,
@@ -14,8 +15,9 @@ use crate::{
 };
 use std::{
     collections::BTreeSet,
-    path::Path,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex},
+    time::{Duration, Instant},
 };
 use tracing::{error, info, warn};
 
@@ -23,6 +25,7 @@ impl Volumes {
     /// Takes stock of these pools: what broke off is taken back or driven on. What makes no sense
     /// is reported and left alone.
     pub fn recover(pools: Vec<Arc<Pool>>, overcommit: Overcommit) -> Result<Self, pool::Error> {
+        let begin = Instant::now();
         let (state, encrypting) = (Shared::default(), Mutex::default());
         let volumes = Self { pools, overcommit, state, encrypting };
         for pool in &volumes.pools {
@@ -39,7 +42,16 @@ impl Volumes {
         }
         volumes.check_images();
         volumes.report_strays()?;
+        volumes.tell_of_rest(begin.elapsed());
         Ok(volumes)
+    }
+
+    /// Says what there is, and how long it took until all of it was at rest.
+    fn tell_of_rest(&self, took: Duration) {
+        let state = self.state.lock();
+        let State { volumes, snapshots, layers, .. } = &*state;
+        let [volumes, snapshots, layers] = [volumes.len(), snapshots.len(), layers.len()];
+        info!(volumes, snapshots, layers, seconds = took.as_secs_f64(), "records at rest");
     }
 
     /// Drives on removals and merges that broke off.
@@ -48,9 +60,7 @@ impl Volumes {
             (layer.pool.name() == pool.name() && layer.record.leftovers.is_some()).then_some(*id)
         };
         let merged: Vec<_> = self.state.lock().layers.iter().filter_map(has_leftovers).collect();
-        for id in merged {
-            report(&format!("merge of layer {id}"), self.clear_leftovers(id));
-        }
+        abreast(&merged, |id| report(&format!("merge of layer {id}"), self.clear_leftovers(*id)));
         for (path, stem) in pool.records(Kind::DeletingLayer)? {
             let Ok(id) = stem.parse::<LayerId>() else { continue };
             if self.state.lock().unclear.contains(pool.name()) {
@@ -70,14 +80,14 @@ impl Volumes {
 
     /// Drives on deletions that broke off.
     fn settle_deletions(&self, pool: &Arc<Pool>) -> Result<(), pool::Error> {
-        for (_, stem) in pool.records(Kind::DeletingVolume)? {
-            let Ok(id) = VolumeId::try_from(stem) else { continue };
+        abreast(&pool.records(Kind::DeletingVolume)?, |(_, stem)| {
+            let Ok(id) = VolumeId::try_from(stem.clone()) else { return };
             report(&format!("deletion of volume {id}"), self.remove_volume(pool, &id));
-        }
-        for (_, stem) in pool.records(Kind::DeletingSnapshot)? {
-            let Ok(id) = SnapshotId::try_from(stem) else { continue };
+        });
+        abreast(&pool.records(Kind::DeletingSnapshot)?, |(_, stem)| {
+            let Ok(id) = SnapshotId::try_from(stem.clone()) else { return };
             report(&format!("deletion of snapshot {id}"), self.remove_snapshot(pool, &id));
-        }
+        });
         Ok(())
     }
 
@@ -116,32 +126,36 @@ impl Volumes {
             (is_creating && place.name() == pool.name()).then(|| (id.clone(), record.clone()))
         };
         let creating: Vec<_> = self.state.lock().volumes.iter().filter_map(broken_off).collect();
-        for (id, record) in creating {
-            self.state.lock().volumes.remove(&id);
-            let taken_back = self.take_back_volume(pool, &id, &record);
+        abreast(&creating, |(id, record)| {
+            self.state.lock().volumes.remove(id);
+            let taken_back = self.take_back_volume(pool, id, record);
             report(&format!("creation of volume {id}"), taken_back);
-        }
+        });
     }
 
     /// Looks whether the images are what the records say.
     fn check_images(&self) {
         let all: Vec<_> = self.state.lock().volumes.keys().cloned().collect();
-        for id in all {
-            let Some(reason) = self.check_volume(&id) else { continue };
+        let checked = abreast(&all, |id| self.check_volume(id));
+        for (id, reason) in all.into_iter().zip(checked) {
+            let Some(reason) = reason else { continue };
             error!(volume = %id, reason, "damaged; left alone");
             let mut state = self.state.lock();
             let Some(kept) = state.volumes.get_mut(&id) else { continue };
             *kept = Kept::Damaged { pool: kept.pool().clone(), reason };
         }
-        let mut state = self.state.lock();
-        let snapshots: Vec<_> = state.snapshots.keys().cloned().collect();
-        for id in snapshots {
-            let kept = state.snapshots.get(&id).and_then(Kept::usable);
-            let Some(layer) = kept.map(|(_, record)| record.layer) else { continue };
-            let Some(reason) = state.layers_from(layer).and_then(|all| check_frozen(&all)).err()
-            else {
-                continue;
+        let snapshots: Vec<_> = {
+            let state = self.state.lock();
+            let layers = |(id, kept): (&SnapshotId, &Kept<SnapshotRecord>)| {
+                Some((id.clone(), state.layers_from(kept.usable()?.1.layer)))
             };
+            state.snapshots.iter().filter_map(layers).collect()
+        };
+        let checked =
+            abreast(&snapshots, |(_, layers)| layers.clone().and_then(|all| check_frozen(&all)));
+        let mut state = self.state.lock();
+        for ((id, _), checked) in snapshots.into_iter().zip(checked) {
+            let Err(reason) = checked else { continue };
             error!(snapshot = %id, reason, "damaged; left alone");
             let Some(kept) = state.snapshots.get_mut(&id) else { continue };
             *kept = Kept::Damaged { pool: kept.pool().clone(), reason };
@@ -184,13 +198,26 @@ impl Volumes {
     }
 }
 
+/// Where a record lies, its name, and what it says.
+type Found<T> = (PathBuf, String, Result<T, String>);
+
+/// All records of a kind.
+fn read_all<T: serde::de::DeserializeOwned + Send>(
+    pool: &Pool,
+    kind: Kind,
+) -> Result<Vec<Found<T>>, pool::Error> {
+    let all = pool.records(kind)?;
+    let read = abreast(&all, |(path, _)| load(path));
+    Ok(all.into_iter().zip(read).map(|((path, stem), read)| (path, stem, read)).collect())
+}
+
 fn read_layers(state: &mut State, pool: &Arc<Pool>) -> Result<(), pool::Error> {
-    for (path, stem) in pool.records(Kind::Layer)? {
+    for (path, stem, read) in read_all::<LayerRecord>(pool, Kind::Layer)? {
         let Ok(id) = stem.parse::<LayerId>() else {
             error!(path = %path.display(), "a record whose name is no layer id; left alone");
             continue;
         };
-        match load::<LayerRecord>(&path) {
+        match read {
             Ok(record) => {
                 state.layers.insert(id, KeptLayer { pool: pool.clone(), record });
             }
@@ -204,13 +231,13 @@ fn read_layers(state: &mut State, pool: &Arc<Pool>) -> Result<(), pool::Error> {
 }
 
 fn read_volumes(state: &mut State, pool: &Arc<Pool>) -> Result<(), pool::Error> {
-    for (path, stem) in pool.records(Kind::Volume)? {
+    for (path, stem, read) in read_all::<VolumeRecord>(pool, Kind::Volume)? {
         let Ok(id) = VolumeId::try_from(stem) else {
             error!(path = %path.display(), "a record whose name is no volume id; left alone");
             continue;
         };
-        let read = load::<VolumeRecord>(&path)
-            .and_then(|record| named(&path, VolumeId::of_name(&record.name) == id, record));
+        let read =
+            read.and_then(|record| named(&path, VolumeId::of_name(&record.name) == id, record));
         let kept = keep(pool, read).unwrap_or_else(|reason| {
             error!(volume = %id, reason, "damaged; left alone");
             Kept::Damaged { pool: pool.name().clone(), reason }
@@ -225,12 +252,11 @@ fn read_volumes(state: &mut State, pool: &Arc<Pool>) -> Result<(), pool::Error> 
 }
 
 fn read_snapshots(state: &mut State, pool: &Arc<Pool>) -> Result<(), pool::Error> {
-    for (path, stem) in pool.records(Kind::Snapshot)? {
+    for (path, stem, read) in read_all::<SnapshotRecord>(pool, Kind::Snapshot)? {
         let Ok(id) = SnapshotId::try_from(stem) else {
             error!(path = %path.display(), "a record whose name is no snapshot id; left alone");
             continue;
         };
-        let read = load::<SnapshotRecord>(&path);
         if matches!(&read, Ok(record) if matches!(record.phase, Cut::Cutting { .. })) {
             continue; // it is settled, and known then
         }

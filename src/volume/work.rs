@@ -46,8 +46,16 @@ const LOOKS_A_BYTE: u64 = 512;
 /// on, and an overlay that a raw layer went into is never raw again.
 const RAW_IS_WORTH: u64 = 1 << 30;
 
-/// How long work that failed is left alone.
-const AFTER_FAILURE: Duration = Duration::from_secs(30);
+/// How long work that failed is left alone: a daemon that died was none of its fault, so not for long
+/// the first time, and twice as long each further time.
+const FIRST_PAUSE: Duration = Duration::from_millis(500);
+
+/// How long work is left alone at most, however often it failed; and how long after that it must not
+/// fail again for its failures to be forgotten.
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+
+/// Work that went on for so long did not fail by itself, as what brings its daemon down does so sooner.
+const STEADY: Duration = Duration::from_millis(100);
 
 /// What is under way, by the layer that it is for.
 #[derive(Debug, Default)]
@@ -63,6 +71,8 @@ struct Failed {
     /// Until when it is left alone.
     until: Instant,
     reason: String,
+    /// How often in a row.
+    times: u32,
 }
 
 #[derive(Debug)]
@@ -192,6 +202,24 @@ impl Jobs {
     pub(super) fn trouble(&self, layer: LayerId) -> Option<&str> {
         self.failed.get(&layer).map(|failed| failed.reason.as_str())
     }
+
+    /// Notes that it failed after it `ran` so long: how long it is to be left alone.
+    fn fail(&mut self, upper: LayerId, reason: String, ran: Duration, now: Instant) -> Duration {
+        let before = self.failed.get(&upper).filter(|_| ran < STEADY);
+        let times = before.map_or(1, |failed| failed.times.saturating_add(1));
+        let pause = FIRST_PAUSE.saturating_mul(2_u32.saturating_pow(times - 1)).min(LONGEST_PAUSE);
+        self.failed.insert(upper, Failed { until: now + pause, reason, times });
+        pause
+    }
+
+    /// Forgets what failed and was not tried again since, or went well for long.
+    fn forgive(&mut self, now: Instant) {
+        self.failed.retain(|_, failed| failed.until + LONGEST_PAUSE > now);
+    }
+
+    fn is_left_alone(&self, upper: LayerId, now: Instant) -> bool {
+        self.failed.get(&upper).is_some_and(|failed| failed.until > now)
+    }
 }
 
 impl Way {
@@ -283,7 +311,7 @@ impl Volumes {
     ) -> Option<Work> {
         let mut state = self.state.lock();
         let now = Instant::now();
-        state.jobs.failed.retain(|_, failed| failed.until > now);
+        state.jobs.forgive(now);
         state.jobs.fresh.retain(|_, until| *until > now);
         let plans = match purpose {
             Purpose::Copy => state.detachments(),
@@ -362,10 +390,10 @@ impl Volumes {
         }
     }
 
-    /// Work for this layer did not succeed, for a reason in words, so it is left alone for a while.
-    pub fn work_failed(&self, upper: LayerId, reason: String) {
-        let failed = Failed { until: Instant::now() + AFTER_FAILURE, reason };
-        self.state.lock().jobs.failed.insert(upper, failed);
+    /// Work for this layer did not succeed, after so long and for a reason in words: how long it is left
+    /// alone.
+    pub fn work_failed(&self, upper: LayerId, reason: String, ran: Duration) -> Duration {
+        self.state.lock().jobs.fail(upper, reason, ran, Instant::now())
     }
 
     /// Records that the data is where the work was to bring it, durably, and removes what is not
@@ -386,6 +414,7 @@ impl Volumes {
         drop(state);
         let next = after(&work.way, (id, &upper.record), (lower.0, &lower.1.record));
         self.replace_layer(id, &upper, next)?;
+        self.state.lock().jobs.failed.remove(&id);
         crash::point("merge-recorded");
         self.clear_leftovers(id)
     }
@@ -547,7 +576,7 @@ impl State {
         let lower = self.layer(plan.lower)?;
         let is_blocked = self.unclear.contains(pool)
             || self.is_held(plan.upper)
-            || self.jobs.failed.contains_key(&plan.upper)
+            || self.jobs.is_left_alone(plan.upper, Instant::now())
             || self.is_worked_on(plan);
         if is_blocked {
             return None;
@@ -671,4 +700,29 @@ fn site(volumes: &[&VolumeId], used: &impl Fn(&VolumeId) -> Use) -> Option<Site>
         }
     }
     Some(site)
+}
+
+#[cfg(test)]
+mod test {
+    use super::*;
+
+    #[test]
+    fn work_that_goes_on_to_fail_is_tried_ever_more_patiently() {
+        let (mut jobs, layer, now) = (Jobs::default(), LayerId::draw(), Instant::now());
+        let mut pauses = Vec::new();
+        for _ in 0..8 {
+            let pause = jobs.fail(layer, "why".to_owned(), Duration::ZERO, now);
+            assert!(jobs.is_left_alone(layer, now) && !jobs.is_left_alone(layer, now + pause));
+            jobs.forgive(now + pause);
+            assert_eq!(jobs.trouble(layer), Some("why"));
+            pauses.push(pause.as_millis());
+        }
+        assert_eq!(pauses, [500, 1000, 2000, 4000, 8000, 16_000, 30_000, 30_000]);
+        let afterwards = now + LONGEST_PAUSE * 2;
+        jobs.forgive(afterwards);
+        assert_eq!(jobs.trouble(layer), None);
+        for _ in 0..3 {
+            assert_eq!(jobs.fail(layer, "why".to_owned(), STEADY, afterwards), FIRST_PAUSE);
+        }
+    }
 }

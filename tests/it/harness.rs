@@ -227,6 +227,11 @@ impl Driver {
         format!("unix://{}", self.text("csi.sock"))
     }
 
+    /// The connection that all its clients share.
+    pub(crate) fn channel(&self) -> Channel {
+        self.channel.clone()
+    }
+
     pub(crate) fn identity(&self) -> IdentityClient<Channel> {
         IdentityClient::new(self.channel.clone())
     }

@@ -7,7 +7,14 @@ use crate::{
     vm::{Job, Vm},
 };
 use serde_json::json;
-use std::{collections::HashMap, fs, path::Path, process::Command, str::FromStr, time::Duration};
+use std::{
+    collections::HashMap,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    str::FromStr,
+    time::Duration,
+};
 
 /// What `hunt write` found.
 #[derive(Debug)]
@@ -74,6 +81,65 @@ pub(crate) async fn end(vm: &mut Vm, job: Job) -> (Outcome, String) {
     let said = vm.wait_for(&job, "RESULT ").await;
     let outcome = Outcome::of(&said).unwrap();
     (outcome, vm.run("cat /tmp/table").await)
+}
+
+/// What the host knows of the writes of a guest, without asking the guest: the disk on which it notes
+/// each write that was acknowledged, before the next one of that block.
+pub(crate) struct Journal(PathBuf);
+
+/// What a journal held at a moment: of each block, the number of its last acknowledged write.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Notes {
+    run: u64,
+    writers: u64,
+    acknowledged: Vec<u64>,
+}
+
+impl Journal {
+    /// An empty one.
+    pub(crate) fn new(file: PathBuf) -> Self {
+        fs::File::create(&file).unwrap().set_len(1 << 20).unwrap();
+        Self(file)
+    }
+
+    /// The file, for the machine.
+    pub(crate) fn file(&self) -> &Path {
+        &self.0
+    }
+
+    /// What it holds; read until it is the same twice, as a number may be half there.
+    pub(crate) fn read(&self) -> Notes {
+        let mut before = self.look();
+        loop {
+            let now = self.look();
+            let halves = before.acknowledged.iter().zip(&now.acknowledged);
+            if halves.clone().all(|(before, now)| before <= now && now - before < 64) {
+                return before;
+            }
+            before = now;
+        }
+    }
+
+    fn look(&self) -> Notes {
+        let bytes = fs::read(&self.0).unwrap();
+        let (head, notes) = bytes.split_at(512);
+        let number = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().unwrap());
+        let [magic, run, writers, blocks] = [0, 1, 2, 3].map(|at| number(&head[at * 8..][..8]));
+        assert_eq!(magic, u64::from_le_bytes(*b"qsd-note"), "nothing was noted yet");
+        let notes = notes.chunks_exact(8).take(blocks.try_into().unwrap());
+        Notes { run, writers, acknowledged: notes.map(number).collect() }
+    }
+}
+
+impl Notes {
+    /// The table of what a disk may hold that was copied between two moments: nothing older than what
+    /// was acknowledged at the first, and nothing newer than what was in flight at the second.
+    pub(crate) fn table(&self, after: &Self) -> String {
+        assert_eq!((self.run, self.writers), (after.run, after.writers));
+        let lines = self.acknowledged.iter().zip(&after.acknowledged);
+        let lines = lines.map(|(old, new)| format!("{old} {}\n", new + 1));
+        format!("{} {}\n{}", self.run, self.writers, lines.collect::<String>())
+    }
 }
 
 /// Asserts that an image holds what the table of a hunt says, past the host's page cache.

@@ -95,6 +95,15 @@ fn tell_attachment(attachment: inspect::Attachment) -> Vec<(&'static str, String
     } else {
         rows.push(("trouble", attachment.trouble));
     }
+    if let Some(death) = attachment.last_death {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let ago = now.as_secs().saturating_sub(death.at);
+        let inspect::Death { pid, how, times, .. } = death;
+        rows.push((
+            "last death",
+            format!("{ago} s ago, pid {pid}, {how}; {times} since it was staged"),
+        ));
+    }
     if !attachment.warning.is_empty() {
         rows.push(("warning", attachment.warning));
     }

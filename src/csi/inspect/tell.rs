@@ -218,6 +218,12 @@ fn attachment(attachment: Attachments) -> pb::Attachment {
         trouble,
         relay: None,
         warning: attachment.warning,
+        last_death: attachment.last_death.map(|death| pb::Death {
+            pid: death.pid,
+            how: death.how,
+            at: death.at,
+            times: death.times,
+        }),
     }
 }
 

@@ -1,0 +1,280 @@
+//! Daemons that die or hang in other ways than by SIGKILL: the next one serves, others do not notice,
+//! and people learn why.
+
+use crate::{
+    harness::{Driver, daemons_below, part, qsd_csi, signal, until},
+    model::guest::{Action, Guest},
+};
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt as _,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+use tokio::time::sleep;
+use tonic::Code;
+
+/// A qemu-storage-daemon that does what a file tells it, and notes each of its starts.
+///
+/// | word | it |
+/// |---|---|
+/// | well | is the real one |
+/// | dies | says so and ends, before it serves |
+/// | short | is the real one, and aborts a moment after it serves |
+/// | hangs | never listens |
+/// | deaf N | is the real one, and stops for ever N hundredths of a second after it listens |
+const PROGRAM: &str = r#"#!/bin/sh
+real=REAL dir=DIR
+case "$*" in *--version*) exec "$real" "$@" ;; esac
+date +%s%N >>"$dir/starts"
+place=${2#*path=} place=${place%%/qmp.sock,*}
+read -r word number <"$dir/mode"
+case $word in
+    dies) echo "no such luck" >&2; exit 7 ;;
+    short)
+        (until [ -S "$place/back.sock" ] || [ -S "$place/back2.sock" ]; do sleep 0.001; done
+        sleep 0.03; kill -ABRT $$) </dev/null &
+        exec "$real" "$@" ;;
+    hangs) exec sleep 600 ;;
+    deaf)
+        (until [ -S "$place/qmp.sock" ]; do sleep 0.001; done; sleep "0.0$number"; kill -STOP $$) </dev/null &
+        exec "$real" "$@" ;;
+esac
+exec "$real" "$@"
+"#;
+
+/// The program in a directory of its own.
+struct Program {
+    dir: tempfile::TempDir,
+}
+
+impl Program {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let real = part("bin/qemu-storage-daemon").display().to_string();
+        let text = PROGRAM.replace("REAL", &real);
+        let text = text.replace("DIR", &dir.path().display().to_string());
+        let program = Self { dir };
+        fs::copy("/bin/true", program.path()).unwrap(); // executable
+        put(&program.path(), &text);
+        fs::set_permissions(program.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        program.is("well");
+        program
+    }
+
+    fn path(&self) -> PathBuf {
+        self.dir.path().join("qemu-storage-daemon")
+    }
+
+    fn is(&self, mode: &str) {
+        put(&self.dir.path().join("mode"), &format!("{mode}\n"));
+    }
+
+    /// When it was started, so far.
+    fn starts(&self) -> Vec<Duration> {
+        let text = fs::read_to_string(self.dir.path().join("starts")).unwrap_or_default();
+        text.lines().map(|nanos| Duration::from_nanos(nanos.parse().unwrap())).collect()
+    }
+}
+
+fn put(path: &Path, text: &str) {
+    use std::io::Write as _;
+    fs::File::create(path).unwrap().write_all(text.as_bytes()).unwrap();
+}
+
+/// Two volumes with a guest each; one of them has no trouble.
+struct Pair {
+    program: Program,
+    driver: Driver,
+    ill: Guest,
+    well: Guest,
+}
+
+impl Pair {
+    async fn start() -> Self {
+        let program = Program::new();
+        let driver = Driver::start_on(program.path(), &[]).await;
+        for name in ["ill", "well"] {
+            driver.published(name).await;
+        }
+        let [ill, well] = ["ill", "well"].map(|name| Guest::connect(&driver.socket(name)));
+        for guest in [&ill, &well] {
+            write(guest).await;
+        }
+        Self { program, driver, ill, well }
+    }
+
+    async fn daemon(&self) -> Option<i32> {
+        let volumes = self.driver.inspect().await;
+        let ill = volumes.into_iter().find(|one| one.volume_id == "ill").unwrap();
+        ill.attachment.unwrap().daemon.map(|daemon| daemon.pid)
+    }
+
+    /// Kills the daemon of one while the program does this, for so long; the starts meanwhile. The
+    /// other volume is asked all the time, and its longest answer told.
+    async fn kill_while(&self, mode: &str, length: Duration) -> (Vec<Duration>, Duration) {
+        let before = self.program.starts().len();
+        self.program.is(mode);
+        signal(self.daemon().await.unwrap(), "KILL");
+        let (begin, mut longest) = (Instant::now(), Duration::ZERO);
+        while begin.elapsed() < length {
+            let asked = Instant::now();
+            self.well.read(0..8).await;
+            longest = longest.max(asked.elapsed());
+            sleep(Duration::from_millis(5)).await;
+        }
+        (self.program.starts().split_off(before), longest)
+    }
+
+    /// All is well again, and what was acknowledged is there.
+    async fn recover(&self) {
+        self.program.is("well");
+        until("it is served again", async || self.daemon().await.is_some()).await;
+        write(&self.ill).await;
+    }
+
+    async fn end(self) {
+        drop((self.ill, self.well));
+        for name in ["ill", "well"] {
+            self.driver.remove(name).await;
+        }
+        self.driver.assert_empty().await;
+    }
+}
+
+async fn write(guest: &Guest) {
+    guest.act(vec![Action::Write { sectors: 0..8, stamp: 1 }, Action::Flush]).await;
+}
+
+/// The times between some moments.
+fn gaps(moments: &[Duration]) -> Vec<Duration> {
+    moments.windows(2).map(|two| two[1].saturating_sub(two[0])).collect()
+}
+
+fn assert_unaffected(longest: Duration) {
+    assert!(longest < Duration::from_secs(1), "the other volume waited {longest:?}");
+}
+
+/// What people are told by the command line.
+fn show(driver: &Driver, volume: &str) -> String {
+    let endpoint = driver.endpoint();
+    let output = qsd_csi().args(["volume", "show", volume, "--endpoint", &endpoint]).output();
+    String::from_utf8(output.unwrap().stdout).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn people_learn_by_which_signal_daemons_died_also_from_the_next_driver() {
+    let mut driver = Driver::start().await;
+    driver.published("pvc-1").await;
+    let guest = Guest::connect(&driver.socket("pvc-1"));
+    assert!(!show(&driver, "pvc-1").contains("last death"));
+    for (number, (name, signal_number)) in [("SEGV", 11), ("ABRT", 6)].into_iter().enumerate() {
+        write(&guest).await;
+        let pid = driver.daemons().await[0];
+        signal(pid, name);
+        until("another one serves", async || {
+            let now = driver.daemons().await;
+            now.len() == 1 && now != [pid]
+        })
+        .await;
+        write(&guest).await;
+        let times = number + 1;
+        let words = format!("pid {pid}, killed by signal {signal_number}; {times} since");
+        until("it is told", async || show(&driver, "pvc-1").contains(&words)).await;
+    }
+    driver.restart().await;
+    let told = show(&driver, "pvc-1");
+    assert!(told.contains("killed by signal 6") && told.contains("2 since"), "{told}");
+    // One that dies while no driver is there.
+    driver.kill();
+    signal(daemons_below(driver.scratch())[0], "SEGV");
+    sleep(Duration::from_millis(100)).await;
+    driver.launch(&[], None);
+    driver.answers().await;
+    until("it is told", async || {
+        let told = show(&driver, "pvc-1");
+        told.contains("killed by signal 11") && told.contains("3 since")
+    })
+    .await;
+    write(&guest).await;
+    drop(guest);
+    driver.unpublish("pvc-1").await.unwrap();
+    driver.unstage("pvc-1").await.unwrap();
+    driver.stage("pvc-1").await.unwrap();
+    assert!(!show(&driver, "pvc-1").contains("last death"), "that was another life");
+    driver.unstage("pvc-1").await.unwrap();
+    driver.delete("pvc-1").await.unwrap();
+    driver.assert_empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_daemon_that_cannot_start_any_more_is_tried_ever_more_patiently() {
+    let pair = Pair::start().await;
+    let (starts, longest) = pair.kill_while("dies", Duration::from_secs(5)).await;
+    let gaps = gaps(&starts);
+    eprintln!("a program that dies: {} starts in 5 s, {gaps:?} apart", starts.len());
+    assert!((3..12).contains(&starts.len()), "{starts:?}");
+    assert!(gaps.last() > gaps.first(), "{gaps:?}");
+    assert_unaffected(longest);
+    let volumes = pair.driver.inspect().await;
+    let ill = volumes.into_iter().find(|one| one.volume_id == "ill").unwrap();
+    let trouble = ill.attachment.unwrap().trouble;
+    assert!(trouble.contains("exit code 7; it said: no such luck"), "{trouble}");
+    let told = show(&pair.driver, "ill");
+    assert!(told.contains("no such luck") && told.contains("killed by signal 9"), "{told}");
+    pair.recover().await;
+    pair.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_daemon_that_dies_soon_after_each_start_is_started_ever_more_patiently() {
+    let pair = Pair::start().await;
+    let (starts, longest) = pair.kill_while("short", Duration::from_secs(6)).await;
+    let gaps = gaps(&starts);
+    eprintln!("a program that aborts: {} starts in 6 s, {gaps:?} apart", starts.len());
+    assert!((3..20).contains(&starts.len()), "{starts:?}");
+    assert!(gaps.last() > gaps.first(), "{gaps:?}");
+    assert_unaffected(longest);
+    pair.recover().await;
+    until("it is told", async || show(&pair.driver, "ill").contains("killed by signal 6")).await;
+    pair.end().await;
+}
+
+/// As facts/qsd.md section 1 has it: one in some thousands of starts is deaf.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_daemon_that_hangs_at_its_start_holds_up_nobody_else() {
+    let pair = Pair::start().await;
+    for mode in ["hangs", "deaf 0"] {
+        let (starts, longest) = pair.kill_while(mode, Duration::from_secs(3)).await;
+        eprintln!("a program that is {mode}: {} starts, others wait {longest:?}", starts.len());
+        assert!(!starts.is_empty());
+        assert_unaffected(longest);
+        pair.recover().await;
+    }
+    pair.end().await;
+}
+
+/// It stops in the handshake, or while it is told its layers.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_staging_whose_daemon_stops_half_way_ends_in_time_and_leaves_nothing() {
+    let program = Program::new();
+    let driver = Driver::start_on(program.path(), &[]).await;
+    driver.create("pvc-1").await;
+    program.is("deaf 1");
+    let begin = Instant::now();
+    let staged = driver.stage("pvc-1").await;
+    let took = begin.elapsed();
+    eprintln!("staging with a program that is deaf: {staged:?} after {took:?}");
+    // One that stops late has served before.
+    if let Err(error) = staged {
+        assert_eq!(error.code(), Code::Unavailable, "{error}");
+        assert_eq!(daemons_below(driver.scratch()), [0; 0]);
+    }
+    assert!(took < Duration::from_mins(1), "{took:?}");
+    program.is("well");
+    driver.unstage("pvc-1").await.unwrap();
+    driver.stage("pvc-1").await.unwrap();
+    driver.unstage("pvc-1").await.unwrap();
+    driver.delete("pvc-1").await.unwrap();
+    driver.assert_empty().await;
+}
