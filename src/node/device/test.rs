@@ -223,7 +223,8 @@ async fn a_daemon_that_is_stuck_holds_up_its_own_volume_alone() {
     assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
     let error = LoopDevice::attach(&stuck.file, Access::Write, Sectors::Of512).await.unwrap_err();
     assert!(matches!(error, Error::Silent { .. }), "{error}");
-    assert_eq!(device.detach().await.unwrap(), Detached::Now);
+    // Whoever else looks at all devices of the machine waits at this one, too, and has it open.
+    device.detach().await.unwrap();
     assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
 }
 
