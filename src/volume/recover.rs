@@ -1,7 +1,7 @@
 //! Start-up: every record is driven to rest before the first call is served.
 
 use super::{
-    LayerId, Overcommit, SnapshotId, VolumeId, Volumes,
+    LayerId, Overcommit, SnapshotId, Volume, VolumeId, Volumes,
     layer::Layer,
     record::{Cut, LayerRecord, Phase, SnapshotRecord, VolumeRecord},
     state::{Kept, KeptLayer, Shared, State, file_of},
@@ -23,14 +23,7 @@ impl Volumes {
     /// Takes stock of these pools: what broke off is taken back or driven on. What makes no sense
     /// is reported and left alone.
     pub fn recover(pools: Vec<Arc<Pool>>, overcommit: Overcommit) -> Result<Self, pool::Error> {
-        let (state, encrypting) = (Shared::default(), Mutex::default());
-        let volumes = Self { pools, overcommit, state, encrypting };
-        for pool in &volumes.pools {
-            let mut state = volumes.state.lock();
-            read_layers(&mut state, pool)?;
-            read_volumes(&mut state, pool)?;
-            read_snapshots(&mut state, pool)?;
-        }
+        let volumes = Self::read(pools, overcommit)?;
         for pool in &volumes.pools {
             volumes.settle_layers(pool)?;
             volumes.settle_deletions(pool)?;
@@ -39,6 +32,19 @@ impl Volumes {
         }
         volumes.check_images();
         volumes.report_strays()?;
+        Ok(volumes)
+    }
+
+    /// Reads all records, and changes nothing.
+    pub(super) fn read(pools: Vec<Arc<Pool>>, overcommit: Overcommit) -> Result<Self, pool::Error> {
+        let (state, encrypting) = (Shared::default(), Mutex::default());
+        let volumes = Self { pools, overcommit, state, encrypting };
+        for pool in &volumes.pools {
+            let mut state = volumes.state.lock();
+            read_layers(&mut state, pool)?;
+            read_volumes(&mut state, pool)?;
+            read_snapshots(&mut state, pool)?;
+        }
         Ok(volumes)
     }
 
@@ -126,8 +132,8 @@ impl Volumes {
     /// Looks whether the images are what the records say.
     fn check_images(&self) {
         let all: Vec<_> = self.state.lock().volumes.keys().cloned().collect();
-        for id in all {
-            let Some(reason) = self.check_volume(&id) else { continue };
+        let damaged = all.into_iter().filter_map(|id| Some((self.check_volume(&id)?, id)));
+        for (reason, id) in damaged.collect::<Vec<_>>() {
             error!(volume = %id, reason, "damaged; left alone");
             let mut state = self.state.lock();
             let Some(kept) = state.volumes.get_mut(&id) else { continue };
@@ -136,12 +142,7 @@ impl Volumes {
         let mut state = self.state.lock();
         let snapshots: Vec<_> = state.snapshots.keys().cloned().collect();
         for id in snapshots {
-            let kept = state.snapshots.get(&id).and_then(Kept::usable);
-            let Some(layer) = kept.map(|(_, record)| record.layer) else { continue };
-            let Some(reason) = state.layers_from(layer).and_then(|all| check_frozen(&all)).err()
-            else {
-                continue;
-            };
+            let Some(reason) = Self::check_snapshot(&state, &id) else { continue };
             error!(snapshot = %id, reason, "damaged; left alone");
             let Some(kept) = state.snapshots.get_mut(&id) else { continue };
             *kept = Kept::Damaged { pool: kept.pool().clone(), reason };
@@ -149,15 +150,24 @@ impl Volumes {
     }
 
     /// What is wrong with a volume, if anything.
-    fn check_volume(&self, id: &VolumeId) -> Option<String> {
+    pub(super) fn check_volume(&self, id: &VolumeId) -> Option<String> {
         let volume = match self.find(id) {
             Ok(volume) => volume,
             Err(super::Error::Damaged { reason, .. }) => return Some(reason),
             Err(_) => return None,
         };
-        let (active, below) = volume.layers.split_first()?;
-        let checked = check_frozen(below).and_then(|()| check_image(active, volume.record.size));
-        checked.err()
+        let shared = self.state.lock().shared(id, volume.record.phase.active());
+        shared.or_else(|| volume.check_images().err())
+    }
+
+    /// What is wrong with a snapshot, if anything.
+    pub(super) fn check_snapshot(state: &State, id: &SnapshotId) -> Option<String> {
+        match state.snapshots.get(id)? {
+            Kept::Damaged { reason, .. } => Some(reason.clone()),
+            Kept::Usable { record, .. } => {
+                state.layers_from(record.layer).and_then(|all| check_frozen(&all)).err()
+            }
+        }
     }
 
     /// Tells of layers that no record names. No crash of ours leaves one, so it is what is left of
@@ -181,6 +191,34 @@ impl Volumes {
             }
         }
         Ok(())
+    }
+}
+
+impl State {
+    /// What else needs the layer that a volume writes to to stay as it is, or writes to it, too.
+    fn shared(&self, id: &VolumeId, active: LayerId) -> Option<String> {
+        let writes = |(other, kept): (&VolumeId, &Kept<VolumeRecord>)| {
+            let is_on_it = kept.usable().is_some_and(|(_, record)| record.phase.active() == active);
+            (is_on_it && other != id).then(|| format!("volume {other} writes to it, too"))
+        };
+        let named = |name: &SnapshotId| format!("snapshot {name} is to keep it as it is");
+        let other = self.volumes.iter().find_map(writes);
+        let other = other.or_else(|| self.snapshots_of(active).next().map(named));
+        other.map(|other| format!("the layer that it writes to, {active}, is not its own: {other}"))
+    }
+}
+
+impl Volume {
+    /// An error unless its images are what the records say: before a daemon opens them, which would
+    /// serve what a header leads to.
+    pub fn check(&self) -> Result<(), super::Error> {
+        let damaged = |reason| super::Error::Damaged { volume: self.id.clone(), reason };
+        self.check_images().map_err(damaged)
+    }
+
+    fn check_images(&self) -> Result<(), String> {
+        let Some((active, below)) = self.layers.split_first() else { return Ok(()) };
+        check_frozen(below).and_then(|()| check_image(active, self.record.size))
     }
 }
 
@@ -269,7 +307,7 @@ fn twice<Record>(what: &str, pool: &Pool, other: &super::PoolName) -> Kept<Recor
     Kept::Damaged { pool: pool.name().clone(), reason }
 }
 
-fn load<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, String> {
+pub(super) fn load<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, String> {
     match store::load(path) {
         Ok(Some(record)) => Ok(record),
         Ok(None) => Err(format!("record {} is missing", path.display())),
