@@ -58,7 +58,6 @@ pub use work::{Job, Progress, Purpose, QUIET, Site, Use, Way, Work};
 use crate::{
     pool::{self, Pool, Space},
     source::Source,
-    store,
     units::Bytes,
 };
 use record::VolumeRecord;
@@ -520,5 +519,5 @@ impl Error {
 
 /// Writes a record of `pool` durably.
 fn record<T: serde::Serialize>(pool: &Pool, path: &Path, record: &T) -> Result<(), pool::Error> {
-    store::replace(path, record).map_err(|source| pool.store(source))
+    pool.write_record(path, record)
 }
