@@ -26,6 +26,7 @@
 mod blocking;
 mod chain;
 pub mod cli;
+mod clock;
 mod code;
 mod crash;
 pub mod csi;

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     chain::Chain,
-    crash,
+    clock, crash,
     pool::{self, Kind, Pool},
     store,
     units::Bytes,
@@ -237,7 +237,7 @@ impl Volumes {
         id: &SnapshotId,
         intent: SnapshotRecord,
     ) -> Result<(), pool::Error> {
-        let phase = Cut::Ready { created: SystemTime::now() };
+        let phase = Cut::Ready { created: clock::now() };
         let ready = SnapshotRecord { phase, ..intent };
         record(pool, &pool.record(Kind::Snapshot, id), &ready)?;
         let kept = Kept::Usable { pool: pool.clone(), record: ready };
