@@ -4,7 +4,7 @@
 export QSD_CSI_DEPS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/qsd-csi
 export PATH := $(QSD_CSI_DEPS)/bin:$(PATH)
 
-.PHONY: setup demo test hunt check bench
+.PHONY: setup demo test hunt broken check bench
 
 setup:
 	@scripts/setup
@@ -25,6 +25,11 @@ ROUNDS ?= 200
 hunt:
 	@scripts/setup build vm
 	QSD_CSI_ROUNDS=$(ROUNDS) cargo test --locked --test it survival -- --nocapture --test-threads 1
+
+# Broken data at length: records and headers are cut, zeroed and flipped, five volumes a round.
+broken:
+	@scripts/setup build vm
+	QSD_CSI_ROUNDS=$(ROUNDS) cargo test --locked --test it broken:: -- --nocapture
 
 check:
 	@scripts/setup build check

@@ -19,6 +19,7 @@ mod condition;
 pub mod device;
 mod encryption;
 mod ephemeral;
+mod examine;
 pub mod filesystem;
 mod form;
 mod host;
@@ -40,6 +41,7 @@ mod upgrade;
 
 pub use condition::Condition;
 pub use ephemeral::Inline;
+pub use examine::{Staged, Surroundings};
 pub use form::{Capability, Form, Group};
 pub use host::{Bound, Error as HostError, HostPath};
 pub use publish::Publish;
@@ -502,9 +504,7 @@ impl Node {
     /// The place of the daemon that serves the volume: where the relay leads to. It alone knows,
     /// whatever a move from one to the other broke off at.
     fn slot(&self, volume: &VolumeId) -> Slot {
-        let dir = self.dir(volume);
-        let noted = store::load::<relay::Attach>(&dir.relay()).ok().flatten();
-        noted.and_then(|noted| dir.slot_of(&noted.backend)).unwrap_or_default()
+        serving_slot(&self.dir(volume))
     }
 
     /// Where the relay looks for the export of the daemon in this place, if it looks there.
@@ -649,6 +649,12 @@ impl Node {
     fn attached(&self) -> MutexGuard<'_, HashMap<VolumeId, Attached>> {
         self.attached.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The place of the daemon that serves the volume of this part of the run directory.
+fn serving_slot(dir: &VolumeDir) -> Slot {
+    let noted = store::load::<relay::Attach>(&dir.relay()).ok().flatten();
+    noted.and_then(|noted| dir.slot_of(&noted.backend)).unwrap_or_default()
 }
 
 impl Attached {

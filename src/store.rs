@@ -13,7 +13,7 @@ use sha2::{Digest as _, Sha256};
 use std::{
     fs::{self, File, OpenOptions, TryLockError},
     io::{self, Write},
-    os::unix::fs::OpenOptionsExt as _,
+    os::unix::fs::{MetadataExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -226,6 +226,34 @@ pub fn temporary(dir: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
+/// Who holds which lock, as the kernel tells without one being taken.
+#[derive(Debug, Default)]
+pub struct Locks(Vec<(String, i32)>);
+
+impl Locks {
+    /// Reads the kernel's table (proc(5), `/proc/locks`).
+    pub fn read() -> io::Result<Self> {
+        let table = fs::read_to_string("/proc/locks")?;
+        // Who waits for a lock has an arrow in front.
+        let parse = |line: &str| {
+            let mut fields = line.split_ascii_whitespace().skip(1);
+            let is_held = fields.next() == Some("FLOCK");
+            let (pid, file) = (fields.nth(2)?.parse().ok()?, fields.next()?.to_owned());
+            is_held.then_some((file, pid))
+        };
+        Ok(Self(table.lines().filter_map(parse).collect()))
+    }
+
+    /// Who took the lock of this file or directory, if somebody has it. It is held by whoever has
+    /// the same open file: a child of that process, too.
+    pub fn holder(&self, path: &Path) -> Option<i32> {
+        let data = fs::metadata(path).ok()?;
+        let (major, minor) = (rustix::fs::major(data.dev()), rustix::fs::minor(data.dev()));
+        let file = format!("{major:02x}:{minor:02x}:{}", data.ino());
+        self.0.iter().find_map(|(held, pid)| (*held == file).then_some(*pid))
+    }
+}
+
 /// How long a lock may still be held for one who died: a process that he was just starting holds
 /// it until it runs its own program.
 const LAST_HOLD: Duration = Duration::from_secs(2);
@@ -326,6 +354,16 @@ mod test {
         let by_hand = "{ \"version\": 1, \"size\": 7 }";
         File::create(&path).unwrap().write_all(by_hand.as_bytes()).unwrap();
         assert_eq!(load(&path).unwrap(), Some(Sample { version: Version, size: 7 }));
+    }
+
+    #[test]
+    fn who_holds_a_lock_is_told_by_the_kernel() {
+        let (dir, _) = scratch();
+        assert_eq!(Locks::read().unwrap().holder(dir.path()), None);
+        let held = File::open(dir.path()).unwrap();
+        lock(&held).unwrap();
+        let own = i32::try_from(std::process::id()).unwrap();
+        assert_eq!(Locks::read().unwrap().holder(dir.path()), Some(own));
     }
 
     #[test]

@@ -22,7 +22,9 @@ use std::{
 
 pub(super) use block::LOOP_MAJOR;
 pub(super) use staged::Target;
-pub(super) use table::{Mounted, is_mounted};
+#[cfg(test)]
+pub(super) use table::parsed;
+pub(super) use table::{Mounted, is_mounted, mounts};
 
 /// Why a path will not do.
 #[derive(Debug, thiserror::Error)]

@@ -130,12 +130,20 @@ fn locked(file: File, path: &Path) -> io::Result<File> {
 /// The daemons that an earlier supervisor of this run directory left running: the processes whose
 /// standard input is the lock of one of its parts; the file itself, not one of the same name.
 pub(super) fn find(run: &RunDir) -> io::Result<Vec<(DaemonKey, Handle, Ending)>> {
+    Ok(await_ends(daemon_holders(run)?))
+}
+
+/// The same for who only looks: their process ids.
+pub(crate) fn daemons(run: &RunDir) -> io::Result<HashMap<DaemonKey, i32>> {
+    Ok(daemon_holders(run)?.into_iter().map(|(key, handle)| (key, handle.pid)).collect())
+}
+
+fn daemon_holders(run: &RunDir) -> io::Result<Vec<(DaemonKey, Handle)>> {
     let both = |volume: crate::volume::RunKey| {
         Slot::ALL.map(|slot| DaemonKey { volume: volume.clone(), slot })
     };
     let keys = run.keys()?.into_iter().flat_map(both);
-    let locks = keys.map(|key| (run.daemon(&key).lock(), key)).collect();
-    Ok(await_ends(holders(locks)?))
+    holders(keys.map(|key| (run.daemon(&key).lock(), key)).collect())
 }
 
 /// The relay that an earlier supervisor of this run directory left running.

@@ -14,6 +14,7 @@ mod condition;
 mod copies;
 mod crash;
 mod disk;
+mod doctor;
 mod encryption;
 mod ephemeral;
 mod full;
