@@ -9,6 +9,7 @@
 
 mod adversity;
 mod bad_input;
+mod broken;
 mod cli;
 mod condition;
 mod copies;
