@@ -4,7 +4,7 @@
 export QSD_CSI_DEPS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/qsd-csi
 export PATH := $(QSD_CSI_DEPS)/bin:$(PATH)
 
-.PHONY: setup demo test hunt storm fuzz coverage check bench
+.PHONY: setup demo test hunt storm broken fuzz coverage check bench
 
 setup:
 	@scripts/setup
@@ -44,6 +44,11 @@ fuzz:
 coverage:
 	@scripts/setup build vm remote sanity coverage
 	@scripts/coverage $(TESTS)
+
+# Broken data at length: records and headers are cut, zeroed and flipped, five volumes a round.
+broken:
+	@scripts/setup build vm
+	QSD_CSI_ROUNDS=$(ROUNDS) cargo test --locked --test it broken:: -- --nocapture
 
 check:
 	@scripts/setup build check

@@ -2,6 +2,7 @@
 
 mod client;
 mod daemon;
+mod doctor;
 mod json;
 mod output;
 mod progress;
@@ -49,6 +50,10 @@ enum Command {
     Volume(volume::Args),
     /// Take, look at and delete snapshots by hand
     Snapshot(snapshot::Args),
+    /// Look at pools, records, layers, daemons, mounts, loop devices and locks, with or without a
+    /// driver, and say what is wrong: exit code 0 where all is well, 1 where something is wrong, 2
+    /// where it cannot be told
+    Doctor(doctor::Args),
     /// Draw pools, volumes, snapshots and layers, and what is done with them, as a tree
     Tree(tree::Args),
 }
@@ -58,7 +63,8 @@ const LAST_THREADS: std::time::Duration = std::time::Duration::from_secs(1);
 
 /// Runs the subcommand to its end.
 pub fn run(args: Args) -> ExitCode {
-    start_tracing();
+    // What the doctor finds it says itself.
+    start_tracing(if matches!(args.command, Command::Doctor(_)) { "off" } else { "info" });
     raise_file_limit();
     let outcome = match args.command {
         Command::Standalone(args) => block_on(standalone::run(args)),
@@ -68,6 +74,7 @@ pub fn run(args: Args) -> ExitCode {
         Command::Volume(args) => block_on(volume::run(args)),
         Command::Snapshot(args) => block_on(snapshot::run(args)),
         Command::Tree(args) => block_on(tree::run(args)),
+        Command::Doctor(args) => return diagnose(args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -80,7 +87,15 @@ pub fn run(args: Args) -> ExitCode {
     }
 }
 
-fn block_on(work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
+/// Exit codes of its own: who runs it by a script tells what is wrong from what cannot be told.
+fn diagnose(args: doctor::Args) -> ExitCode {
+    block_on(doctor::run(args)).unwrap_or_else(|error| {
+        _ = writeln!(io::stderr(), "error: {error:#}");
+        ExitCode::from(2)
+    })
+}
+
+fn block_on<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let outcome = runtime.block_on(work);
     // A thread that asks a disk which does not answer would keep the process for ever.
@@ -94,10 +109,9 @@ async fn supervise(run_dir: &Path) -> anyhow::Result<()> {
 
 /// Logs go to standard error: for people where that is a terminal, else one JSON object a line.
 /// `QSD_CSI_LOG_FORMAT` (`text` or `json`) says otherwise, and holds for all processes that are
-/// started from here. `QSD_CSI_LOG` sets what is logged, in the words of tracing's `EnvFilter`;
-/// default `info`.
-fn start_tracing() {
-    let filter = EnvFilter::try_from_env("QSD_CSI_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+/// started from here. `QSD_CSI_LOG` sets what is logged, in the words of tracing's `EnvFilter`.
+fn start_tracing(default: &str) {
+    let filter = EnvFilter::try_from_env("QSD_CSI_LOG").unwrap_or_else(|_| EnvFilter::new(default));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
     let is_for_people = match std::env::var("QSD_CSI_LOG_FORMAT").as_deref() {
         Ok("text") => true,

@@ -27,11 +27,14 @@ mod abreast;
 mod blocking;
 mod chain;
 pub mod cli;
+mod clock;
 mod code;
 mod crash;
 pub mod csi;
+pub mod doctor;
 pub mod durations;
 pub mod extents;
+pub mod finding;
 #[cfg(any(test, fuzzing))]
 pub mod fuzz;
 pub mod metrics;

@@ -49,7 +49,7 @@ const FORMAT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 impl Default for Metrics {
     fn default() -> Self {
-        Self { calls: Calls::default(), begun: SystemTime::now(), serving: Arc::default() }
+        Self { calls: Calls::default(), begun: crate::clock::now(), serving: Arc::default() }
     }
 }
 

@@ -21,6 +21,7 @@ mod death;
 pub mod device;
 mod encryption;
 mod ephemeral;
+mod examine;
 pub mod filesystem;
 mod form;
 #[cfg(any(test, fuzzing))]
@@ -48,6 +49,7 @@ pub use cause::Cause;
 pub use condition::Condition;
 pub use death::Death;
 pub use ephemeral::Inline;
+pub use examine::{Examined, Surroundings};
 pub use form::{Capability, Form, Group};
 pub use health::{Part, Staged, View};
 pub use host::{Bound, Error as HostError, HostPath};
@@ -529,9 +531,7 @@ impl Node {
     /// The place of the daemon that serves the volume: where the relay leads to. It alone knows,
     /// whatever a move from one to the other broke off at.
     fn slot(&self, volume: &VolumeId) -> Slot {
-        let dir = self.dir(volume);
-        let noted = store::load::<relay::Attach>(&dir.relay()).ok().flatten();
-        noted.and_then(|noted| dir.slot_of(&noted.backend)).unwrap_or_default()
+        serving_slot(&self.dir(volume))
     }
 
     /// Where the relay looks for the export of the daemon in this place, if it looks there.
@@ -714,6 +714,12 @@ impl Node {
     fn attached(&self) -> MutexGuard<'_, HashMap<VolumeId, Attached>> {
         self.attached.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The place of the daemon that serves the volume of this part of the run directory.
+fn serving_slot(dir: &VolumeDir) -> Slot {
+    let noted = store::load::<relay::Attach>(&dir.relay()).ok().flatten();
+    noted.and_then(|noted| dir.slot_of(&noted.backend)).unwrap_or_default()
 }
 
 impl Attached {

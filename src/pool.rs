@@ -21,21 +21,19 @@ mod encrypted;
 pub(crate) mod fuzz;
 mod health;
 
-pub use health::Trouble;
-
 use crate::{
     qcow2,
     store::{self, Version},
     units::Bytes,
     volume::{Format, LayerId, PoolName, VolumeId},
 };
-use rustix::fs::OFlags;
+use rustix::fs::{OFlags, StatVfsMountFlags};
 use serde::{Deserialize, Serialize};
 use std::{
     fmt,
     fs::{self, File, OpenOptions},
     io,
-    os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _},
+    os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
 };
 
@@ -56,6 +54,27 @@ pub enum Error {
         dir.display()
     )]
     NoDirectIo {
+        /// The pool.
+        pool: PoolName,
+        /// Its directory.
+        dir: PathBuf,
+    },
+    /// It is not where it was opened, or cannot be asked.
+    #[error(
+        "pool {pool} is gone: {} is not what it was when the driver started; bring it back",
+        dir.display()
+    )]
+    Gone {
+        /// The pool.
+        pool: PoolName,
+        /// Its directory.
+        dir: PathBuf,
+        /// What is there instead.
+        source: io::Error,
+    },
+    /// Nothing can be written to it.
+    #[error("pool {pool} is read-only: {} takes no writes", dir.display())]
+    ReadOnly {
         /// The pool.
         pool: PoolName,
         /// Its directory.
@@ -83,12 +102,13 @@ pub enum Error {
     },
 }
 
-/// An open pool. While it lives, no other driver can open it.
+/// An open pool. While it lives, no other driver can open it, unless it was opened for a look.
 #[derive(Debug)]
 pub struct Pool {
     name: PoolName,
     dir: PathBuf,
-    lock: File,
+    /// The directory as it was opened, locked but for a look.
+    place: File,
 }
 
 /// How many bytes a pool has.
@@ -108,6 +128,7 @@ struct Identity {
     id: uuid::Uuid,
 }
 
+const IDENTITY: &str = "pool.json";
 const LAYERS: &str = "layers";
 const LOCKS: &str = "locks";
 
@@ -172,16 +193,93 @@ impl Pool {
         for made in [&records, &dir, dir.parent().unwrap_or(&dir)] {
             store::sync(made).map_err(fail("syncing", made))?;
         }
-        let pool = Self { name, dir, lock };
+        let pool = Self { name, dir, place: lock };
         pool.sweep()?;
         pool.identify()?;
         pool.try_direct_io()?;
         Ok(pool)
     }
 
+    /// Opens the pool in `dir` for a look: nothing is made, locked or changed, and whoever works on
+    /// it goes on.
+    pub fn look(name: PoolName, dir: &Path) -> Result<Self, Error> {
+        let fail = |action| {
+            let (pool, path) = (name.clone(), dir.to_owned());
+            move |source| Error::Io { pool, action, path, source }
+        };
+        let dir = dir.canonicalize().map_err(fail("resolving"))?;
+        let place = File::open(&dir).map_err(fail("opening"))?;
+        Ok(Self { name, dir, place })
+    }
+
+    /// Whether there is anything of a pool in its directory.
+    pub fn is_one(&self) -> Result<bool, Error> {
+        let path = self.dir.join(IDENTITY);
+        Ok(store::load::<Identity>(&path).map_err(|source| self.store(source))?.is_some())
+    }
+
+    /// Keeps everybody else out of a pool that was opened for a look.
+    pub fn lock(&self) -> Result<(), Error> {
+        let (pool, dir) = (self.name.clone(), self.dir.clone());
+        store::lock(&self.place).map_err(|_| Error::Locked { pool, dir })
+    }
+
+    /// What interrupted writes left, or are just writing.
+    pub fn temporary(&self) -> Result<Vec<PathBuf>, Error> {
+        let dirs = [self.dir.clone()].into_iter().chain(self.parts()).filter(|dir| dir.exists());
+        let mut found = Vec::new();
+        for dir in dirs {
+            found.extend(store::temporary(&dir).map_err(self.io("listing", &dir))?);
+        }
+        Ok(found)
+    }
+
+    /// The locks of volumes, by name.
+    pub fn locks(&self) -> Result<Vec<(String, PathBuf)>, Error> {
+        let dir = self.dir.join(LOCKS);
+        let named =
+            |entry: fs::DirEntry| Some((entry.file_name().into_string().ok()?, entry.path()));
+        let list = || fs::read_dir(&dir)?.collect::<io::Result<Vec<_>>>();
+        Ok(list().map_err(self.io("listing", &dir))?.into_iter().filter_map(named).collect())
+    }
+
+    /// The directories in it, of which nobody else should see anything.
+    pub fn parts(&self) -> impl Iterator<Item = PathBuf> {
+        let parts = Kind::ALL.iter().map(|kind| kind.dir());
+        parts.chain([LAYERS, LOCKS]).map(|part| self.dir.join(part))
+    }
+
     /// Where it lies.
     pub fn dir(&self) -> &Path {
         &self.dir
+    }
+
+    /// An error unless it is still where it was opened: it may have been moved, or unmounted.
+    pub fn require(&self) -> Result<(), Error> {
+        let identity = |data: fs::Metadata| (data.dev(), data.ino());
+        let same = || {
+            let opened = identity(self.place.metadata()?);
+            if identity(fs::metadata(&self.dir)?) == opened {
+                return Ok(());
+            }
+            Err(io::Error::other("another directory is there"))
+        };
+        same().map_err(|source| {
+            let (pool, dir) = (self.name.clone(), self.dir.clone());
+            Error::Gone { pool, dir, source }
+        })
+    }
+
+    /// An error where nothing can be written to it.
+    pub fn require_writable(&self) -> Result<(), Error> {
+        self.require()?;
+        let fs = rustix::fs::fstatvfs(&self.place)
+            .map_err(|error| self.io("measuring", &self.dir)(error.into()))?;
+        if fs.f_flag.contains(StatVfsMountFlags::RDONLY) {
+            let (pool, dir) = (self.name.clone(), self.dir.clone());
+            return Err(Error::ReadOnly { pool, dir });
+        }
+        Ok(())
     }
 
     /// The name it was opened under.
@@ -191,6 +289,7 @@ impl Pool {
 
     /// How full it is.
     pub fn space(&self) -> Result<Space, Error> {
+        self.require()?;
         let fs = rustix::fs::statvfs(&self.dir)
             .map_err(|error| self.io("measuring", &self.dir)(error.into()))?;
         Ok(Self::space_of(&fs))
@@ -208,6 +307,7 @@ impl Pool {
 
     /// Makes an empty layer of `size`, durably. It takes next to no space until written.
     pub fn create_layer(&self, id: LayerId, format: Format, size: Bytes) -> Result<(), Error> {
+        self.require()?;
         let path = self.layer(id, format);
         let create = || {
             let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
@@ -223,7 +323,19 @@ impl Pool {
 
     /// Removes the bytes of a layer, durably; one that is gone is fine.
     pub fn remove_layer(&self, id: LayerId, format: Format) -> Result<(), Error> {
-        store::remove(&self.layer(id, format)).map_err(|source| self.store(source))
+        self.remove_record(&self.layer(id, format))
+    }
+
+    /// Removes a record, durably; one that is gone is fine, but not with its pool.
+    pub fn remove_record(&self, path: &Path) -> Result<(), Error> {
+        self.require()?;
+        store::remove(path).map_err(|source| self.store(source))
+    }
+
+    /// Writes a record, durably.
+    pub fn write_record<T: Serialize>(&self, path: &Path, record: &T) -> Result<(), Error> {
+        self.require()?;
+        store::replace(path, record).map_err(|source| self.store(source))
     }
 
     /// The files among the layers, each with the id its name holds. Others are not ours.
@@ -238,6 +350,7 @@ impl Pool {
     /// The file that whoever serves a volume holds, so that nobody else does; made if it is not
     /// there. Its content means nothing, so it need not be durable.
     pub fn lock_of(&self, volume: &VolumeId) -> Result<PathBuf, Error> {
+        self.require()?;
         let path = self.dir.join(LOCKS).join(volume.as_str());
         let mut options = OpenOptions::new();
         let made = options.write(true).create(true).truncate(false).mode(0o600).open(&path);
@@ -266,9 +379,9 @@ impl Pool {
         store::names(&self.dir.join(kind.dir())).map_err(|source| self.store(source))
     }
 
-    /// Says which pool a record was in.
+    /// Says which pool a record was in, or that there is none any more.
     pub fn store(&self, source: store::Error) -> Error {
-        Error::Store { pool: self.name.clone(), source }
+        self.require().err().unwrap_or_else(|| Error::Store { pool: self.name.clone(), source })
     }
 
     fn sweep(&self) -> Result<(), Error> {
@@ -280,7 +393,7 @@ impl Pool {
     }
 
     fn identify(&self) -> Result<(), Error> {
-        let path = self.dir.join("pool.json");
+        let path = self.dir.join(IDENTITY);
         let identity = store::load::<Identity>(&path).map_err(|source| self.store(source))?;
         if identity.is_some() {
             return Ok(());
@@ -291,7 +404,7 @@ impl Pool {
 
     /// Opens a file as the daemons will, so that a pool that cannot work says so at once.
     fn try_direct_io(&self) -> Result<(), Error> {
-        let file = self.dir.join("pool.json");
+        let file = self.dir.join(IDENTITY);
         let direct = i32::try_from(OFlags::DIRECT.bits()).expect("a flag of open(2) is an int");
         match OpenOptions::new().read(true).custom_flags(direct).open(&file) {
             Ok(_) => Ok(()),
@@ -302,9 +415,17 @@ impl Pool {
         }
     }
 
-    fn io(&self, action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error + use<> {
-        let (pool, path) = (self.name.clone(), path.to_owned());
-        move |source| Error::Io { pool, action, path, source }
+    /// Says what was tried in which pool, or that there is none any more.
+    pub(crate) fn io(
+        &self,
+        action: &'static str,
+        path: &Path,
+    ) -> impl FnOnce(io::Error) -> Error + use<'_> {
+        let path = path.to_owned();
+        move |source| {
+            let pool = self.name.clone();
+            self.require().err().unwrap_or(Error::Io { pool, action, path, source })
+        }
     }
 }
 
@@ -314,7 +435,8 @@ impl Error {
         match self {
             Self::Io { source, .. } => Some(source.kind()),
             Self::Store { source, .. } => source.io_kind(),
-            Self::Locked { .. } | Self::NoDirectIo { .. } => None,
+            Self::ReadOnly { .. } => Some(io::ErrorKind::ReadOnlyFilesystem),
+            Self::Gone { .. } | Self::Locked { .. } | Self::NoDirectIo { .. } => None,
         }
     }
 }
@@ -327,7 +449,6 @@ fn create_dir(dir: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod test {
     use super::*;
-    use std::os::unix::fs::MetadataExt as _;
 
     fn name() -> PoolName {
         "fast".parse().unwrap()
@@ -354,6 +475,24 @@ mod test {
         pool.remove_layer(id, Format::Raw).unwrap();
         pool.remove_layer(id, Format::Raw).unwrap();
         assert!(pool.layers().unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_pool_that_was_moved_away_is_gone_until_it_is_back() {
+        let scratch = tempfile::tempdir().unwrap();
+        let [dir, away] = ["pool", "away"].map(|name| scratch.path().join(name));
+        let pool = Pool::open(name(), &dir).unwrap();
+        store::relocate(&dir, &away).unwrap();
+        let is_gone = |outcome| matches!(outcome, Err(Error::Gone { .. }));
+        let create = || pool.create_layer(LayerId::draw(), Format::Raw, Bytes::gib(1));
+        assert!(is_gone(create()) && is_gone(pool.space().map(drop)));
+        // What is mounted below comes to light, or something else is mounted there.
+        fs::create_dir_all(dir.join(LAYERS)).unwrap();
+        assert!(is_gone(pool.require_writable()) && is_gone(pool.space().map(drop)));
+        fs::remove_dir_all(&dir).unwrap();
+        store::relocate(&away, &dir).unwrap();
+        create().unwrap();
+        pool.require_writable().unwrap();
     }
 
     #[test]

@@ -20,12 +20,14 @@ pub(crate) mod fuzz;
 mod grow;
 mod header;
 mod luks;
+mod ours;
 
 pub use allocation::{Map, allocation};
 pub use create::{create, create_encrypted};
 pub use grow::grow;
 pub use header::{Header, header};
 pub use luks::{LuksHeader, luks_header};
+pub use ours::{Expected, header_of_ours, named_backing};
 
 use crate::units::Bytes;
 use std::io;
@@ -42,6 +44,8 @@ const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 /// Where the fields of a header are.
 mod field {
     pub(super) const VERSION: usize = 4;
+    pub(super) const BACKING_FILE: usize = 8;
+    pub(super) const BACKING_FILE_LENGTH: usize = 16;
     pub(super) const CLUSTER_BITS: usize = 20;
     pub(super) const SIZE: usize = 24;
     pub(super) const CRYPT_METHOD: usize = 32;
@@ -50,10 +54,14 @@ mod field {
     pub(super) const REFCOUNT_TABLE: usize = 48;
     pub(super) const REFCOUNT_TABLE_CLUSTERS: usize = 56;
     pub(super) const SNAPSHOTS: usize = 60;
+    pub(super) const SNAPSHOTS_TABLE: usize = 64;
     pub(super) const INCOMPATIBLE: usize = 72;
+    pub(super) const COMPATIBLE: usize = 80;
     pub(super) const AUTOCLEAR: usize = 88;
     pub(super) const REFCOUNT_ORDER: usize = 96;
     pub(super) const HEADER_LENGTH: usize = 100;
+    /// With the padding behind it.
+    pub(super) const COMPRESSION: usize = 104;
 }
 
 /// Features that a program must know, or leave the image alone.

@@ -165,6 +165,15 @@ impl RunDir {
         }
     }
 
+    /// The directory as it is, if it is there: nothing is made.
+    pub fn look(dir: &Path) -> io::Result<Option<Self>> {
+        match dir.canonicalize() {
+            Ok(dir) => Ok(Some(Self(dir))),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
     /// The directory itself.
     pub fn path(&self) -> &Path {
         &self.0

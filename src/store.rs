@@ -4,12 +4,16 @@
 //! power at any instant: a reader, or a reboot, sees the old record or the new one. A volatile
 //! record (`replace_volatile`) promises the same against the death of any process, and is not
 //! meant to survive a reboot.
+//!
+//! A durable record ends with a checksum of itself, its last member: disks flip bits, and a digit
+//! of a size or of an id that was flipped still makes sense. One without it was written by hand.
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use sha2::{Digest as _, Sha256};
 use std::{
     fs::{self, File, OpenOptions, TryLockError},
     io::{self, Write},
-    os::unix::fs::OpenOptionsExt as _,
+    os::unix::fs::{MetadataExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -76,8 +80,7 @@ pub fn replace<T: Serialize>(path: &Path, record: &T) -> Result<(), Error> {
     let dir = directory_of(path);
     let write = || {
         let mut file = tempfile::NamedTempFile::new_in(dir)?;
-        serde_json::to_writer_pretty(&mut file, record)?;
-        file.write_all(b"\n")?;
+        file.write_all(&sealed(serde_json::to_vec_pretty(record)?))?;
         file.flush()?;
         file.as_file().sync_all()?;
         file.persist(path)?;
@@ -134,17 +137,56 @@ pub fn load<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, Error> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(source) => return Err(Error::Io { action: "reading", path: path.to_owned(), source }),
     };
-    serde_json::from_slice(&text)
+    unsealed(text)
+        .and_then(|text| serde_json::from_slice(&text))
         .map(Some)
         .map_err(|source| Error::Damaged { path: path.to_owned(), source })
 }
 
-/// Removes one record durably; one that is already gone is fine.
+/// What stands before the digits of a checksum, and behind them.
+const SEAL: [&[u8]; 2] = [b",\n  \"checksum\": \"", b"\"\n}\n"];
+
+/// How many digits it has.
+const DIGITS: usize = 16;
+
+/// Puts its checksum into a record, which is an object with members.
+fn sealed(mut text: Vec<u8>) -> Vec<u8> {
+    let sum = checksum(&text);
+    if text.ends_with(b"\n}") {
+        text.truncate(text.len() - 2);
+        text.extend([SEAL[0], sum.as_bytes(), SEAL[1]].concat());
+    } else {
+        text.push(b'\n');
+    }
+    text
+}
+
+/// The record alone, if its checksum is right. What is no checksum stays, and is refused as a member
+/// that no record has.
+fn unsealed(text: Vec<u8>) -> Result<Vec<u8>, serde_json::Error> {
+    let digits = text.strip_suffix(SEAL[1]).and_then(|rest| rest.split_last_chunk::<DIGITS>());
+    let parts = digits.and_then(|(rest, sum)| Some((rest.strip_suffix(SEAL[0])?, *sum)));
+    let Some((body, sum)) = parts else { return Ok(text) };
+    let text = [body, b"\n}"].concat();
+    if checksum(&text).as_bytes() == sum {
+        return Ok(text);
+    }
+    let text = "its checksum does not fit: it was changed by something else than this program";
+    Err(serde::de::Error::custom(text))
+}
+
+fn checksum(text: &[u8]) -> String {
+    let digest = Sha256::digest(text);
+    let first = digest.first_chunk().expect("a digest is longer");
+    format!("{:016x}", u64::from_be_bytes(*first))
+}
+
+/// Removes one record durably; one that is already gone is fine. Where its directory is gone, too,
+/// nobody knows, and that is an error.
 pub fn remove(path: &Path) -> Result<(), Error> {
     let remove = || match fs::remove_file(path) {
-        Ok(()) => sync(directory_of(path)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(error) => Err(error),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        Ok(()) | Err(_) => sync(directory_of(path)),
     };
     remove().map_err(|source| Error::Io { action: "removing", path: path.to_owned(), source })
 }
@@ -168,16 +210,48 @@ pub fn names(dir: &Path) -> Result<Vec<(PathBuf, String)>, Error> {
 
 /// Removes what an interrupted `replace` left in `dir`. Only for who holds the lock on it.
 pub fn sweep(dir: &Path) -> Result<(), Error> {
-    let sweep = || {
-        for entry in fs::read_dir(dir)? {
-            let entry = entry?;
-            if entry.file_name().as_encoded_bytes().starts_with(b".tmp") {
-                fs::remove_file(entry.path())?;
-            }
-        }
-        Ok(())
-    };
+    let sweep = || temporary(dir)?.iter().try_for_each(fs::remove_file);
     sweep().map_err(|source| Error::Io { action: "sweeping", path: dir.to_owned(), source })
+}
+
+/// What a `replace` that was interrupted, or is at work, has in `dir`.
+pub fn temporary(dir: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(dir)? {
+        let entry = entry?;
+        if entry.file_name().as_encoded_bytes().starts_with(b".tmp") {
+            found.push(entry.path());
+        }
+    }
+    Ok(found)
+}
+
+/// Who holds which lock, as the kernel tells without one being taken.
+#[derive(Debug, Default)]
+pub struct Locks(Vec<(String, i32)>);
+
+impl Locks {
+    /// Reads the kernel's table (proc(5), `/proc/locks`).
+    pub fn read() -> io::Result<Self> {
+        let table = fs::read_to_string("/proc/locks")?;
+        // Who waits for a lock has an arrow in front.
+        let parse = |line: &str| {
+            let mut fields = line.split_ascii_whitespace().skip(1);
+            let is_held = fields.next() == Some("FLOCK");
+            let (pid, file) = (fields.nth(2)?.parse().ok()?, fields.next()?.to_owned());
+            is_held.then_some((file, pid))
+        };
+        Ok(Self(table.lines().filter_map(parse).collect()))
+    }
+
+    /// Who took the lock of this file or directory, if somebody has it. It is held by whoever has
+    /// the same open file: a child of that process, too.
+    pub fn holder(&self, path: &Path) -> Option<i32> {
+        let data = fs::metadata(path).ok()?;
+        let (major, minor) = (rustix::fs::major(data.dev()), rustix::fs::minor(data.dev()));
+        let file = format!("{major:02x}:{minor:02x}:{}", data.ino());
+        self.0.iter().find_map(|(held, pid)| (*held == file).then_some(*pid))
+    }
 }
 
 /// How long a lock may still be held for one who died: a process that he was just starting holds
@@ -258,6 +332,44 @@ mod test {
             assert!(error.to_string().contains("v.json"));
             assert_eq!(fs::read_to_string(&path).unwrap(), text);
         }
+    }
+
+    #[test]
+    fn a_flipped_bit_or_a_lost_end_is_found_wherever_it_is() {
+        let (_dir, path) = scratch();
+        replace(&path, &Sample { version: Version, size: 1 << 30 }).unwrap();
+        let whole = fs::read(&path).unwrap();
+        let spoilt = |text: &[u8]| {
+            File::create(&path).unwrap().write_all(text).unwrap();
+            let error = load::<Sample>(&path).unwrap_err();
+            assert!(matches!(error, Error::Damaged { .. }), "{}", String::from_utf8_lossy(text));
+            assert_eq!(fs::read(&path).unwrap(), text);
+        };
+        for at in 0..whole.len() * 8 {
+            let mut text = whole.clone();
+            text[at / 8] ^= 1 << (at % 8);
+            spoilt(&text);
+        }
+        (0..whole.len()).for_each(|length| spoilt(&whole[..length]));
+        let by_hand = "{ \"version\": 1, \"size\": 7 }";
+        File::create(&path).unwrap().write_all(by_hand.as_bytes()).unwrap();
+        assert_eq!(load(&path).unwrap(), Some(Sample { version: Version, size: 7 }));
+    }
+
+    #[test]
+    fn who_holds_a_lock_is_told_by_the_kernel() {
+        let (dir, _) = scratch();
+        assert_eq!(Locks::read().unwrap().holder(dir.path()), None);
+        let held = File::open(dir.path()).unwrap();
+        lock(&held).unwrap();
+        let own = i32::try_from(std::process::id()).unwrap();
+        assert_eq!(Locks::read().unwrap().holder(dir.path()), Some(own));
+    }
+
+    #[test]
+    fn a_record_whose_directory_is_gone_cannot_be_said_to_be_removed() {
+        let (dir, _) = scratch();
+        assert!(remove(&dir.path().join("gone/v.json")).is_err());
     }
 
     #[test]

@@ -23,5 +23,6 @@ mod protocol;
 mod server;
 
 pub use client::{Client, Error, Exits};
+pub(crate) use process::daemons;
 pub use protocol::{Exit, Process, Signal, Spawn, State};
 pub use server::run;

@@ -22,6 +22,7 @@ mod claim;
 mod create;
 mod delete;
 mod encryption;
+mod examine;
 mod expand;
 mod freeze;
 #[cfg(any(test, fuzzing))]
@@ -43,6 +44,7 @@ pub use changed::{LayerError, Pair, Ranges, Wanted};
 pub use claim::{Busy, Claim, Claimed, InFlight};
 pub use create::{Creation, NewVolume};
 pub use encryption::{Encryption, Passphrase};
+pub use examine::Examination;
 pub use freeze::Freeze;
 pub use id::{InvalidName, LayerId, NodeName, PoolName, RunKey, SnapshotId, VolumeId};
 pub use layer::{Layer, Login, Master, Place};
@@ -60,7 +62,6 @@ pub use work::{Job, Progress, Purpose, QUIET, Site, Use, Way, Work};
 use crate::{
     pool::{self, Pool, Space},
     source::Source,
-    store,
     units::Bytes,
 };
 use record::VolumeRecord;
@@ -522,5 +523,5 @@ impl Error {
 
 /// Writes a record of `pool` durably.
 fn record<T: serde::Serialize>(pool: &Pool, path: &Path, record: &T) -> Result<(), pool::Error> {
-    store::replace(path, record).map_err(|source| pool.store(source))
+    pool.write_record(path, record)
 }

@@ -269,6 +269,17 @@ impl Client {
         Ok(things)
     }
 
+    /// The volumes with which something is wrong, each with what.
+    pub(super) async fn ill(&mut self) -> anyhow::Result<Vec<(String, String)>> {
+        let listed = self.controller.list_volumes(pb::ListVolumesRequest::default()).await;
+        let listed = listed.map_err(explain(About::Volume))?.into_inner().entries;
+        let ill = |entry: pb::list_volumes_response::Entry| {
+            let condition = entry.status?.volume_condition?;
+            condition.abnormal.then_some((entry.volume?.volume_id, condition.message))
+        };
+        Ok(listed.into_iter().filter_map(ill).collect())
+    }
+
     pub(super) async fn list(&mut self) -> anyhow::Result<Vec<inspect::Volume>> {
         self.volumes(String::new()).await.map_err(explain(About::Volume))
     }

@@ -67,10 +67,11 @@ pub(super) struct Args {
     metrics: Option<SocketAddr>,
 }
 
+/// A pool and where it is.
 #[derive(Clone, Debug)]
-struct PoolAt {
-    name: PoolName,
-    dir: PathBuf,
+pub(super) struct PoolAt {
+    pub(super) name: PoolName,
+    pub(super) dir: PathBuf,
 }
 
 impl FromStr for PoolAt {

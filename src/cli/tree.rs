@@ -17,7 +17,6 @@ use std::{
     fs::File,
     io::{self, IsTerminal as _, Write as _},
     path::{Path, PathBuf},
-    time::SystemTime,
 };
 use text::{ASCII, Colours, DRAWN, Manner};
 
@@ -56,7 +55,7 @@ pub(super) async fn run(args: Args) -> anyhow::Result<()> {
 }
 
 fn picture(file: &Path, output: Output, things: &Things) -> anyhow::Result<()> {
-    let picture = svg::draw(&forest::grow(things), &json::time(SystemTime::now().into()));
+    let picture = svg::draw(&forest::grow(things), &json::time(crate::clock::now().into()));
     let write = || File::create(file)?.write_all(picture.as_bytes());
     write().with_context(|| format!("svg: writing {}", file.display()))?;
     let (file, layers) = (file.display().to_string(), things.layers.len());

@@ -162,8 +162,14 @@ fn volume_code(error: &volume::Error) -> Code {
     }
 }
 
+/// A pool that is gone or read-only may be brought back.
 fn pool_code(error: &pool::Error) -> Code {
-    io_code(error.io_kind())
+    match (error, error.io_kind()) {
+        (pool::Error::Gone { .. }, _) | (_, Some(io::ErrorKind::ReadOnlyFilesystem)) => {
+            Code::Unavailable
+        }
+        (_, kind) => io_code(kind),
+    }
 }
 
 /// A full file system may be emptied, and a file it can never hold is out of range.

@@ -48,7 +48,7 @@ mod test {
     #[test]
     fn the_kernel_tells_of_this_process() {
         let mut text = Text::default();
-        write(&mut text, SystemTime::now());
+        write(&mut text, crate::clock::now());
         let text = text.into_string();
         let value = |name: &str| -> f64 {
             let line = text.lines().find_map(|line| line.strip_prefix(name));

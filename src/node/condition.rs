@@ -15,6 +15,7 @@ use crate::{
     blocking::blocking,
     chain::Chain,
     pool::Space,
+    run::VolumeDir,
     volume::{Entry, PoolName, VolumeId},
 };
 use std::{collections::BTreeMap, path::Path};
@@ -96,7 +97,8 @@ impl Node {
     /// What is not as it should be with a volume though a daemon serves it.
     pub(super) fn warnings(&self, attached: &Attached) -> String {
         let Service::Up(daemon) = &attached.service else { return String::new() };
-        let mut warnings = Vec::from_iter(self.ended_below(&attached.attachment));
+        let dir = self.dir(&attached.attachment.volume);
+        let mut warnings = Vec::from_iter(ended_below(&dir, &attached.attachment));
         if attached.attachment.form.is_relayed() {
             let tried = self.warning(daemon);
             warnings.extend(Some(tried).filter(|warning| !warning.is_empty()));
@@ -106,33 +108,32 @@ impl Node {
         }
         warnings.join("; ")
     }
+}
 
-    /// What a pod has that ended with a daemon, or was given up by the kernel.
-    fn ended_below(&self, attachment: &Attachment) -> Option<String> {
-        let disk = self.dir(&attachment.volume).disks().pop()?;
-        let is_alive = |number: (u32, u32)| is_over(number, &disk);
-        let targets = attachment.targets.iter().cloned().map(HostPath::noted);
-        match &attachment.form {
-            Form::VhostUser => None,
-            Form::Block => {
-                let dead =
-                    targets.filter_map(|at| at.shown_device()).any(|number| !is_alive(number));
-                dead.then(|| ended("block device"))
+/// What a pod has that ended with a daemon, or was given up by the kernel.
+pub(super) fn ended_below(dir: &VolumeDir, attachment: &Attachment) -> Option<String> {
+    let disk = dir.disks().pop()?;
+    let is_alive = |number: (u32, u32)| is_over(number, &disk);
+    let targets = attachment.targets.iter().cloned().map(HostPath::noted);
+    match &attachment.form {
+        Form::VhostUser => None,
+        Form::Block => {
+            let dead = targets.filter_map(|at| at.shown_device()).any(|number| !is_alive(number));
+            dead.then(|| ended("block device"))
+        }
+        Form::Filesystem { .. } => {
+            let staged = HostPath::noted(attachment.staging_path.clone());
+            let all = targets.chain([staged]);
+            let mounts: Vec<_> = all.filter_map(|at| at.mounted().ok().flatten()).collect();
+            if mounts.iter().any(|mounted| !is_alive(mounted.device)) {
+                return Some(ended("file system"));
             }
-            Form::Filesystem { .. } => {
-                let staged = HostPath::noted(attachment.staging_path.clone());
-                let all = targets.chain([staged]);
-                let mounts: Vec<_> = all.filter_map(|at| at.mounted().ok().flatten()).collect();
-                if mounts.iter().any(|mounted| !is_alive(mounted.device)) {
-                    return Some(ended("file system"));
-                }
-                let is_given_up = |mounted: &super::host::Mounted| mounted.is_given_up;
-                mounts.iter().any(is_given_up).then(|| {
-                    "its file system takes no more writes since one of them failed; start its \
-                     pods anew"
-                        .to_owned()
-                })
-            }
+            let is_given_up = |mounted: &super::host::Mounted| mounted.is_given_up;
+            mounts.iter().any(is_given_up).then(|| {
+                "its file system takes no more writes since one of them failed; start its \
+                 pods anew"
+                    .to_owned()
+            })
         }
     }
 }

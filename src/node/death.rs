@@ -5,13 +5,14 @@
 use super::{Node, recover::MONITOR_CLOSED};
 use crate::{
     chain::Chain,
+    clock,
     run::DaemonKey,
     store::{self, Version},
     supervisor::State,
     volume::VolumeId,
 };
 use serde::{Deserialize, Serialize};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::UNIX_EPOCH;
 use tracing::warn;
 
 /// How a daemon ends that was told to.
@@ -43,7 +44,7 @@ impl Node {
                 return;
             }
             let times = node.last_death(&id).map_or(1, |last| last.times.saturating_add(1));
-            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            let now = clock::now().duration_since(UNIX_EPOCH).unwrap_or_default();
             let death = Death { version: Version, pid, how, at: now.as_secs(), times };
             if let Err(error) = store::replace_volatile(&dir.death(), &death) {
                 warn!(volume = %id, error = %Chain(&error), "noting how its daemon died");

@@ -109,6 +109,12 @@ impl LoopDevice {
         status::is_over(number, file)
     }
 
+    /// The devices over files below a directory, each with the name of its file. Nothing is asked that
+    /// could hang.
+    pub fn below(dir: &Path) -> io::Result<Vec<(u32, PathBuf)>> {
+        status::below(dir)
+    }
+
     /// Every device over what is at this path, or was: removed since, or with a daemon that is gone.
     /// Nothing is asked that could hang.
     pub async fn all(file: &Path) -> Result<Vec<Self>, Error> {

@@ -24,7 +24,7 @@ pub(super) use block::LOOP_MAJOR;
 pub(super) use staged::Target;
 #[cfg(any(test, fuzzing))]
 pub(super) use table::lines;
-pub(super) use table::{Mounted, is_mounted};
+pub(super) use table::{Mounted, is_mounted, mounts};
 
 /// Why a path will not do.
 #[derive(Debug, thiserror::Error)]

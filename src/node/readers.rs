@@ -12,10 +12,7 @@
 //! write. The targets in the attachment say which readers there are. What belongs to one is made
 //! again wherever it is missing, and what belongs to none is removed at start-up.
 
-use super::{
-    Error, Group, HostPath, Node, Service,
-    attachment::{Attachment, Phase},
-};
+use super::{Error, Group, HostPath, Node, Service, attachment::Attachment};
 use crate::{
     blocking::blocking,
     chain::Chain,
@@ -36,8 +33,8 @@ use tracing::{info, warn};
 #[serde(deny_unknown_fields)]
 pub(super) struct Note {
     version: Version<1>,
-    volume: VolumeId,
-    target: PathBuf,
+    pub(super) volume: VolumeId,
+    pub(super) target: PathBuf,
 }
 
 impl Node {
@@ -159,11 +156,9 @@ impl Node {
             .map_err(|source| Error::Attachment { key: key.clone(), source })?;
         let Some(Note { volume, target, .. }) = note else { return Ok(false) };
         let attachment = store::load::<Attachment>(&self.dir(&volume).attachment());
-        let is_wanted = attachment.ok().flatten().is_some_and(|attachment| {
-            attachment.phase == Phase::Staged
-                && attachment.targets.contains(&target)
-                && attachment.has_reader_at(&target)
-        });
+        let note = Note { version: Version, volume, target };
+        let is_wanted = attachment.ok().flatten().is_some_and(|one| note.is_wanted(&one));
+        let Note { volume, target, .. } = note;
         if !is_wanted {
             info!(%volume, target_path = %target.display(), "clearing what a reader left");
             self.unrelay_reader(&volume, key).await?;

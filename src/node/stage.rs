@@ -101,6 +101,7 @@ impl Node {
                 self.try_restart(id).await?.0
             } else {
                 let launch = self.launch(id, Slot::A)?;
+                self.volumes.find(id)?.check()?;
                 launch.start(&self.supervisor).await.map_err(Error::daemon(id))?
             };
             crash::point("node-stage-daemon");
@@ -253,6 +254,7 @@ impl Node {
             }
         }
         self.supervisor.kill(&key).await?;
+        self.volumes.find(id)?.check()?;
         let launch = launch.afresh(|| self.dir(id).next_disk());
         let daemon = launch.start(&self.supervisor).await.map_err(Error::daemon(id))?;
         self.lead_to(id, &daemon).await?;

@@ -21,6 +21,7 @@ impl Pool {
         size: Bytes,
         luks: &LuksHeader,
     ) -> Result<(), Error> {
+        self.require()?;
         let path = self.layer(id, Format::Qcow2);
         let create = || {
             let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
@@ -39,6 +40,7 @@ impl Pool {
         size: Bytes,
         luks: &LuksHeader,
     ) -> Result<(), Error> {
+        self.require()?;
         let path = self.layer(id, Format::Qcow2);
         let replace = || {
             let dir = self.dir.join(LAYERS);

@@ -7,16 +7,20 @@ use std::{fs::File, io, os::unix::fs::FileExt as _};
 
 /// Clusters of 128 KiB, which the extended L2 entries divide into 32 subclusters of 4 KiB.
 const CLUSTER_BITS: u32 = 17;
-const CLUSTER: u64 = 1 << CLUSTER_BITS;
+pub(super) const CLUSTER: u64 = 1 << CLUSTER_BITS;
 
 /// What one entry of the L1 table stands for: a cluster of L2 entries of 16 bytes, 1 GiB.
 const L1_REACH: u64 = CLUSTER / 16 * CLUSTER;
+
+/// An L1 table fills its clusters from the beginning, so that it stays where it is up to 16 TiB: QEMU
+/// makes another one to enlarge it.
+pub(super) const L1_ROOM: u64 = CLUSTER / 8;
 
 /// Refcounts of 16 bits.
 const REFCOUNT_ORDER: u32 = 4;
 
 /// QEMU's own: up to the compression type, which is left at 0, and padded.
-const HEADER_LENGTH: usize = 112;
+pub(super) const HEADER_LENGTH: usize = 112;
 
 /// Where the parts lie, in clusters.
 const REFCOUNT_TABLE: u64 = 1;
@@ -68,8 +72,8 @@ fn l1_entries(size: Bytes) -> io::Result<u32> {
     if !size.count().is_multiple_of(512) {
         return refuse(format!("size {} is no multiple of 512", size.count()));
     }
-    // One at least, so that the table's cluster belongs to somebody.
-    let entries = size.count().div_ceil(L1_REACH).max(1);
+    // One cluster at least.
+    let entries = size.count().div_ceil(L1_REACH).max(1).next_multiple_of(L1_ROOM);
     match u32::try_from(entries) {
         Ok(fitting) if entries <= MOST_L1_ENTRIES => Ok(fitting),
         _ => refuse(format!(

@@ -175,7 +175,7 @@ mod test {
 
     #[test]
     fn what_lies_behind_the_table_does_not_come_to_light() {
-        let image = Image::ours(Bytes::gib(1));
+        let image = Image::theirs("cluster_size=128k,extended_l2=on", Bytes::gib(1));
         image.io(&["write -P 5 0 4k".into()]);
         let table = header(&image.file()).unwrap().l1_table;
         image.file().write_all_at(&[0xff; 4096], table + 8).unwrap();

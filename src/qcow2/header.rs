@@ -245,7 +245,7 @@ mod test {
         for (at, value, field) in [
             (field::CLUSTER_BITS, 13, "cluster_bits"),
             (field::CLUSTER_BITS, 22, "cluster_bits"),
-            (field::SIZE, 1, "l1_size"),
+            (field::SIZE, 1 << 12, "l1_size"),
             (field::SIZE + 4, 513, "size"),
             (field::L1_ENTRIES, 2, "l1_size"),
             (field::L1_ENTRIES, 4 << 20 | 1, "l1_size"),

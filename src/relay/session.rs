@@ -27,7 +27,7 @@ use std::{
     os::fd::{AsFd as _, OwnedFd},
     sync::Arc,
     thread::sleep,
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, UNIX_EPOCH},
 };
 use tracing::{info, warn};
 
@@ -94,7 +94,7 @@ impl Session {
     /// A session with a front-end that has just connected.
     pub(super) fn new(socket: OwnedFd, place: &Place) -> Self {
         let pid = pid_of(&socket);
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let since = crate::clock::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         let note = FrontNote { pid, since, protocol: None, own_inflight: false };
         let mut session = Self {
             front: Front { socket: Arc::new(socket), channel: None, note },

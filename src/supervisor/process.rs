@@ -134,14 +134,22 @@ pub(super) fn find(
     run: &RunDir,
     is_known: impl Fn(&DaemonKey) -> bool,
 ) -> io::Result<Vec<(DaemonKey, Handle, Ending)>> {
+    let mut found = daemon_holders(run)?;
+    found.retain(|(key, _)| !is_known(key));
+    Ok(await_ends(found))
+}
+
+/// The same for who only looks: their process ids.
+pub(crate) fn daemons(run: &RunDir) -> io::Result<HashMap<DaemonKey, i32>> {
+    Ok(daemon_holders(run)?.into_iter().map(|(key, handle)| (key, handle.pid)).collect())
+}
+
+fn daemon_holders(run: &RunDir) -> io::Result<Vec<(DaemonKey, Handle)>> {
     let both = |volume: crate::volume::RunKey| {
         Slot::ALL.map(|slot| DaemonKey { volume: volume.clone(), slot })
     };
     let keys = run.keys()?.into_iter().flat_map(both);
-    let locks = keys.map(|key| (run.daemon(&key).lock(), key)).collect();
-    let mut found = holders(locks)?;
-    found.retain(|(key, _)| !is_known(key));
-    Ok(await_ends(found))
+    holders(keys.map(|key| (run.daemon(&key).lock(), key)).collect())
 }
 
 /// The relay that an earlier supervisor of this run directory left running.

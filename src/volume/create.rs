@@ -198,7 +198,7 @@ impl Volumes {
         }
         pool.remove_lock(id)?;
         let path = pool.record(Kind::Volume, id);
-        store::remove(&path).map_err(|source| pool.store(source))
+        pool.remove_record(&path)
     }
 
     fn record_intent(&self, creation: &Creation) -> Result<(), pool::Error> {
@@ -318,19 +318,28 @@ impl Volumes {
     pub(super) fn roomiest(&self, pools: &[Arc<Pool>], size: Bytes) -> Result<Arc<Pool>, Error> {
         let mut largest = Bytes::ZERO;
         let mut best: Option<(Bytes, &Arc<Pool>)> = None;
+        let mut trouble = None;
         for pool in pools {
-            let space = self.promised(pool.space().map_err(Error::Capacity)?);
+            let space = match pool.require_writable().and_then(|()| pool.space()) {
+                Ok(space) => self.promised(space),
+                // Others may do.
+                Err(error) => {
+                    trouble = Some(error);
+                    continue;
+                }
+            };
             largest = largest.max(space.total);
             if best.is_none_or(|(free, _)| space.free > free) {
                 best = Some((space.free, pool));
             }
         }
-        match best {
-            Some((free, pool)) if size <= free => Ok(pool.clone()),
-            Some((free, pool)) if size <= largest => {
+        match (best, trouble) {
+            (Some((free, pool)), _) if size <= free => Ok(pool.clone()),
+            (_, Some(error)) => Err(Error::Capacity(error)),
+            (Some((free, pool)), None) if size <= largest => {
                 Err(Error::PoolFull { pool: pool.name().clone(), size, free })
             }
-            Some(_) | None => Err(Error::TooLarge { size, total: largest }),
+            (Some(_) | None, None) => Err(Error::TooLarge { size, total: largest }),
         }
     }
 }

@@ -29,7 +29,11 @@ impl Volumes {
             Some(Kept::Damaged { reason, .. }) => {
                 return Err(Error::Damaged { volume: id.clone(), reason: reason.clone() });
             }
-            None => {}
+            // It may be about to be deleted where nobody can look now.
+            None => {
+                let all = self.pools.iter().try_for_each(|pool| pool.require());
+                all.map_err(Error::pool(id))?;
+            }
         }
         let finished = self.finish_deletion(id)?;
         Ok(if found.is_some() { Outcome::Done } else { finished })
@@ -87,7 +91,7 @@ impl Volumes {
         self.reclaim(condemned.phase.active())?;
         pool.remove_lock(id)?;
         crash::point("volume-delete-reclaimed");
-        store::remove(&path).map_err(|source| pool.store(source))?;
+        pool.remove_record(&path)?;
         Ok(Outcome::Done)
     }
 
@@ -166,8 +170,7 @@ impl Volumes {
 
 /// Removes the last trace of a layer.
 fn forget_condemned(pool: &Pool, id: LayerId) -> Result<(), pool::Error> {
-    let removed = store::remove(&pool.record(Kind::DeletingLayer, id));
-    removed.map_err(|source| pool.store(source))?;
+    pool.remove_record(&pool.record(Kind::DeletingLayer, id))?;
     crash::point("layer-remove-done");
     Ok(())
 }

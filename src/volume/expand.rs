@@ -143,12 +143,7 @@ impl Volume {
     /// Gives the image of a layer the size that is recorded of it.
     pub(super) fn pool_grows(&self, layer: &Layer) -> Result<(), pool::Error> {
         let Some(path) = layer.path() else { return Ok(()) };
-        grow(path, layer).map_err(|source| pool::Error::Io {
-            pool: self.pool.name().clone(),
-            action: "growing layer",
-            path: path.to_owned(),
-            source,
-        })
+        grow(path, layer).map_err(self.pool.io("growing layer", path))
     }
 }
 

@@ -138,7 +138,7 @@ impl Volumes {
             pool.remove_layer(id, format)?;
         }
         crash::point("layer-forgotten");
-        store::remove(&pool.record(Kind::Layer, id)).map_err(|source| pool.store(source))?;
+        pool.remove_record(&pool.record(Kind::Layer, id))?;
         self.state.lock().layers.remove(&id);
         Ok(())
     }

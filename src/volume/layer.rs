@@ -74,11 +74,19 @@ impl Layer {
             }
             Format::Qcow2 => {
                 let file = File::open(path).map_err(|error| error.to_string())?;
-                let header = qcow2::header(&file).map_err(|error| Chain(&error).to_string())?;
-                Ok(header.size())
+                let header = qcow2::header_of_ours(&file, self.expected());
+                Ok(header.map_err(|error| Chain(&error).to_string())?.size())
             }
         };
         Some(size())
+    }
+
+    fn expected(&self) -> qcow2::Expected {
+        match self.encryption {
+            None => qcow2::Expected::Plain,
+            Some(Encryption::Luks) => qcow2::Expected::Encrypted,
+            Some(Encryption::Pending) => qcow2::Expected::Either,
+        }
     }
 
     /// Its file, if it has one.

@@ -1,7 +1,7 @@
 //! Start-up: every record is driven to rest before the first call is served.
 
 use super::{
-    LayerId, Overcommit, SnapshotId, VolumeId, Volumes,
+    LayerId, Overcommit, SnapshotId, Volume, VolumeId, Volumes,
     layer::Layer,
     record::{Cut, LayerRecord, Phase, SnapshotRecord, VolumeRecord},
     state::{Kept, KeptLayer, Shared, State, file_of},
@@ -26,14 +26,7 @@ impl Volumes {
     /// is reported and left alone.
     pub fn recover(pools: Vec<Arc<Pool>>, overcommit: Overcommit) -> Result<Self, pool::Error> {
         let begin = Instant::now();
-        let (state, encrypting) = (Shared::default(), Mutex::default());
-        let volumes = Self { pools, overcommit, state, encrypting };
-        for pool in &volumes.pools {
-            let mut state = volumes.state.lock();
-            read_layers(&mut state, pool)?;
-            read_volumes(&mut state, pool)?;
-            read_snapshots(&mut state, pool)?;
-        }
+        let volumes = Self::read(pools, overcommit)?;
         for pool in &volumes.pools {
             volumes.settle_layers(pool)?;
             volumes.settle_deletions(pool)?;
@@ -52,6 +45,19 @@ impl Volumes {
         let State { volumes, snapshots, layers, .. } = &*state;
         let [volumes, snapshots, layers] = [volumes.len(), snapshots.len(), layers.len()];
         info!(volumes, snapshots, layers, seconds = took.as_secs_f64(), "records at rest");
+    }
+
+    /// Reads all records, and changes nothing.
+    pub(super) fn read(pools: Vec<Arc<Pool>>, overcommit: Overcommit) -> Result<Self, pool::Error> {
+        let (state, encrypting) = (Shared::default(), Mutex::default());
+        let volumes = Self { pools, overcommit, state, encrypting };
+        for pool in &volumes.pools {
+            let mut state = volumes.state.lock();
+            read_layers(&mut state, pool)?;
+            read_volumes(&mut state, pool)?;
+            read_snapshots(&mut state, pool)?;
+        }
+        Ok(volumes)
     }
 
     /// Drives on removals and merges that broke off.
@@ -163,15 +169,24 @@ impl Volumes {
     }
 
     /// What is wrong with a volume, if anything.
-    fn check_volume(&self, id: &VolumeId) -> Option<String> {
+    pub(super) fn check_volume(&self, id: &VolumeId) -> Option<String> {
         let volume = match self.find(id) {
             Ok(volume) => volume,
             Err(super::Error::Damaged { reason, .. }) => return Some(reason),
             Err(_) => return None,
         };
-        let (active, below) = volume.layers.split_first()?;
-        let checked = check_frozen(below).and_then(|()| check_image(active, volume.record.size));
-        checked.err()
+        let shared = self.state.lock().shared(id, volume.record.phase.active());
+        shared.or_else(|| volume.check_images().err())
+    }
+
+    /// What is wrong with a snapshot, if anything.
+    pub(super) fn check_snapshot(state: &State, id: &SnapshotId) -> Option<String> {
+        match state.snapshots.get(id)? {
+            Kept::Damaged { reason, .. } => Some(reason.clone()),
+            Kept::Usable { record, .. } => {
+                state.layers_from(record.layer).and_then(|all| check_frozen(&all)).err()
+            }
+        }
     }
 
     /// Tells of layers that no record names. No crash of ours leaves one, so it is what is left of
@@ -209,6 +224,34 @@ fn read_all<T: serde::de::DeserializeOwned + Send>(
     let all = pool.records(kind)?;
     let read = abreast(&all, |(path, _)| load(path));
     Ok(all.into_iter().zip(read).map(|((path, stem), read)| (path, stem, read)).collect())
+}
+
+impl State {
+    /// What else needs the layer that a volume writes to to stay as it is, or writes to it, too.
+    fn shared(&self, id: &VolumeId, active: LayerId) -> Option<String> {
+        let writes = |(other, kept): (&VolumeId, &Kept<VolumeRecord>)| {
+            let is_on_it = kept.usable().is_some_and(|(_, record)| record.phase.active() == active);
+            (is_on_it && other != id).then(|| format!("volume {other} writes to it, too"))
+        };
+        let named = |name: &SnapshotId| format!("snapshot {name} is to keep it as it is");
+        let other = self.volumes.iter().find_map(writes);
+        let other = other.or_else(|| self.snapshots_of(active).next().map(named));
+        other.map(|other| format!("the layer that it writes to, {active}, is not its own: {other}"))
+    }
+}
+
+impl Volume {
+    /// An error unless its images are what the records say: before a daemon opens them, which would
+    /// serve what a header leads to.
+    pub fn check(&self) -> Result<(), super::Error> {
+        let damaged = |reason| super::Error::Damaged { volume: self.id.clone(), reason };
+        self.check_images().map_err(damaged)
+    }
+
+    fn check_images(&self) -> Result<(), String> {
+        let Some((active, below)) = self.layers.split_first() else { return Ok(()) };
+        check_frozen(below).and_then(|()| check_image(active, self.record.size))
+    }
 }
 
 fn read_layers(state: &mut State, pool: &Arc<Pool>) -> Result<(), pool::Error> {
@@ -295,7 +338,7 @@ fn twice<Record>(what: &str, pool: &Pool, other: &super::PoolName) -> Kept<Recor
     Kept::Damaged { pool: pool.name().clone(), reason }
 }
 
-fn load<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, String> {
+pub(super) fn load<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, String> {
     match store::load(path) {
         Ok(Some(record)) => Ok(record),
         Ok(None) => Err(format!("record {} is missing", path.display())),

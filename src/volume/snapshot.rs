@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     chain::Chain,
-    crash,
+    clock, crash,
     pool::{self, Kind, Pool},
     store,
     units::Bytes,
@@ -237,7 +237,7 @@ impl Volumes {
         id: &SnapshotId,
         intent: SnapshotRecord,
     ) -> Result<(), pool::Error> {
-        let phase = Cut::Ready { created: SystemTime::now() };
+        let phase = Cut::Ready { created: clock::now() };
         let ready = SnapshotRecord { phase, ..intent };
         record(pool, &pool.record(Kind::Snapshot, id), &ready)?;
         let kept = Kept::Usable { pool: pool.clone(), record: ready };
@@ -267,7 +267,7 @@ impl Volumes {
         let Cut::Cutting { overlay } = intent.phase else { return Ok(()) };
         self.discard_overlay(pool, &intent.source, overlay)?;
         let path = pool.record(Kind::Snapshot, id);
-        store::remove(&path).map_err(|source| pool.store(source))
+        pool.remove_record(&path)
     }
 
     /// Deletes a snapshot, and its layer where nothing needs it; one that is gone is fine.
@@ -277,7 +277,12 @@ impl Volumes {
         let id = claim.snapshot();
         let found = match self.snapshot(id) {
             Ok(snapshot) => Some(snapshot),
-            Err(Error::NoSnapshot(_)) => None,
+            Err(Error::NoSnapshot(_)) => {
+                // It may be about to be deleted where nobody can look now.
+                let all = self.pools.iter().try_for_each(|pool| pool.require());
+                all.map_err(Error::snapshot(id))?;
+                None
+            }
             Err(error) => return Err(error),
         };
         if let Some(snapshot) = &found {
@@ -315,7 +320,7 @@ impl Volumes {
         };
         self.reclaim(condemned.layer)?;
         crash::point("snapshot-delete-reclaimed");
-        store::remove(&path).map_err(|source| pool.store(source))?;
+        pool.remove_record(&path)?;
         Ok(Outcome::Done)
     }
 }

@@ -38,6 +38,7 @@ pub(crate) struct Driver {
     channel: Channel,
     qsd: PathBuf,
     log_level: &'static str,
+    clock: Option<PathBuf>,
 }
 
 /// A part that `make setup` installs.
@@ -94,7 +95,8 @@ impl Driver {
         let scratch = tempfile::Builder::new().prefix("qsd-").tempdir().unwrap();
         let address = format!("unix://{}", scratch.path().join("csi.sock").display());
         let channel = tonic::transport::Endpoint::try_from(address).unwrap().connect_lazy();
-        let mut driver = Self { scratch, process: None, channel, qsd, log_level: "info" };
+        let mut driver =
+            Self { scratch, process: None, channel, qsd, log_level: "info", clock: None };
         driver.launch(arguments, None);
         driver.answers().await;
         driver
@@ -121,6 +123,7 @@ impl Driver {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log);
+        command.envs(self.clock.iter().map(|clock| ("QSD_CSI_CLOCK", clock)));
         if let Some(point) = crash_at {
             command.env("QSD_CSI_CRASH_AT", point);
         }
@@ -181,6 +184,11 @@ impl Driver {
     /// Has all of it that is started from now on log all it can.
     pub(crate) fn log_everything(&mut self) {
         self.log_level = "trace";
+    }
+
+    /// Has all of it that is started from now on tell the time by a file in the scratch directory.
+    pub(crate) fn set_clock(&mut self, name: &str) {
+        self.clock = Some(self.path(name));
     }
 
     /// Kills the driver and starts it again.

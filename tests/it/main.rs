@@ -9,12 +9,14 @@
 
 mod adversity;
 mod bad_input;
+mod broken;
 mod cli;
 mod condition;
 mod copies;
 mod crash;
 mod deaths;
 mod disk;
+mod doctor;
 mod encryption;
 mod ephemeral;
 mod full;

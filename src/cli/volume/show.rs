@@ -10,7 +10,7 @@ use crate::{
 };
 use std::{
     collections::BTreeMap,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{Duration, UNIX_EPOCH},
 };
 
 pub(super) fn list(output: Output, volumes: Vec<inspect::Volume>) -> anyhow::Result<()> {
@@ -96,7 +96,7 @@ fn tell_attachment(attachment: inspect::Attachment) -> Vec<(&'static str, String
         rows.push(("trouble", attachment.trouble));
     }
     if let Some(death) = attachment.last_death {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let now = crate::clock::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let ago = now.as_secs().saturating_sub(death.at);
         let inspect::Death { pid, how, times, .. } = death;
         rows.push((
@@ -116,7 +116,7 @@ fn tell_relay(relay: &inspect::Relay) -> Vec<(&'static str, String)> {
     match &relay.front_end {
         None => rows.push(("VM", "none is connected".to_owned())),
         Some(front) => {
-            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            let now = crate::clock::now().duration_since(UNIX_EPOCH).unwrap_or_default();
             let since = now.saturating_sub(Duration::from_secs(front.connected_since));
             rows.push(("VM", format!("pid {}, connected for {} s", front.pid, since.as_secs())));
             let requests = match front.in_flight {

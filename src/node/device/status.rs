@@ -84,6 +84,12 @@ pub(super) fn attached(is_it: impl Fn(&Path) -> bool) -> io::Result<Vec<u32>> {
     Ok(numbers)
 }
 
+/// The devices over files below a directory, with what the kernel calls those.
+pub(super) fn below(dir: &Path) -> io::Result<Vec<(u32, PathBuf)>> {
+    let numbers = attached(|name| name.starts_with(dir))?.into_iter();
+    Ok(numbers.filter_map(|number| Some((number, backing_file(number)?))).collect())
+}
+
 /// Whether the device is over what is called `file`.
 pub(super) fn is_over(number: u32, file: &Path) -> bool {
     backing_file(number).is_some_and(|name| is_named(&name, file))

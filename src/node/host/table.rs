@@ -21,7 +21,8 @@ pub(in crate::node) struct Mounted {
     pub(in crate::node) read_only: bool,
     /// Whether the kernel has stopped writing to it after an error.
     pub(in crate::node) is_given_up: bool,
-    point: PathBuf,
+    /// Where it is mounted.
+    pub(in crate::node) point: PathBuf,
 }
 
 impl HostPath {
@@ -57,6 +58,11 @@ fn resolved(path: &Path) -> io::Result<PathBuf> {
         (Some(parent), Some(name)) => Ok(parent.canonicalize()?.join(name)),
         _ => Ok(path.to_owned()),
     }
+}
+
+/// All there are, in the order in which they hide each other.
+pub(in crate::node) fn mounts() -> io::Result<Vec<Mounted>> {
+    Ok(lines(&table()?).collect())
 }
 
 fn table() -> io::Result<Vec<u8>> {
