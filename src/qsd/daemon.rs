@@ -357,12 +357,13 @@ impl Start<'_> {
             }
             warn!(key = %self.key, attempt, error = %Chain(&error), "a daemon did not start well");
             attempt += 1;
+            sleep(AFTERLIFE).await;
             if let Some(file) = self.file {
-                // What died may have mounted it, and the next one cannot on what is dead.
+                // What died may have mounted it, also a moment later, by the program that mounts for
+                // it; and the next one cannot on what is dead.
                 let place = |source| Error::Place { path: file.to_owned(), source };
                 run::clear_mount_point(file).map_err(place)?;
             }
-            sleep(AFTERLIFE).await;
         }
     }
 
@@ -454,7 +455,7 @@ impl Error {
             | Self::Locked
             | Self::Ended(_) => false,
             Self::Monitor(error) => match error {
-                monitor::Error::Refused { desc, .. } => is_of_lock(desc),
+                monitor::Error::Refused { desc, .. } => is_of_lock(desc) || is_of_mount(desc),
                 monitor::Error::Connect(_)
                 | monitor::Error::Closed
                 | monitor::Error::Deadline { .. } => true,
@@ -466,6 +467,12 @@ impl Error {
 /// Whether QEMU refused a layer because somebody has it open.
 fn is_of_lock(desc: &str) -> bool {
     desc.starts_with("Failed to get ") && desc.contains(" lock")
+}
+
+/// Whether QEMU could not show a file where one that died has left something.
+fn is_of_mount(desc: &str) -> bool {
+    desc.starts_with("Failed to mount FUSE session")
+        || desc.starts_with("Failed to stat ") && desc.contains("not connected")
 }
 
 fn is_not_there_yet(error: &io::Error) -> bool {
