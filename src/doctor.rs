@@ -11,9 +11,9 @@ use crate::{
     finding::{Cure, Finding, Weight},
     node::{Examined, Surroundings},
     pool::{self, Pool},
-    run::RunDir,
+    run::{DaemonKey, RunDir, Slot},
     store::{self, Locks},
-    volume::{Examination, PoolName, VolumeId, Volumes},
+    volume::{Examination, PoolName, RunKey, VolumeId, Volumes},
 };
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -163,7 +163,7 @@ impl Config {
                 if output.status.success() { Ok(()) } else { Err(io::Error::other(said)) }
             }
             Cure::RemovePart(key) => match self.run().map_err(io::Error::other)? {
-                Some(run) => run.volume(key).remove(),
+                Some(run) => remove_part(&run, key),
                 None => Ok(()),
             },
         }
@@ -423,4 +423,23 @@ fn failed(what: impl std::fmt::Display) -> impl FnOnce(io::Error) -> Error {
 
 fn pid_text(pid: Option<i32>) -> String {
     pid.map_or_else(String::new, |pid| format!(", {pid}"))
+}
+
+/// Removes a part of the run directory that no daemon has: one that is not seen from here, in
+/// another namespace, holds its lock all the same.
+fn remove_part(run: &RunDir, key: &RunKey) -> io::Result<()> {
+    let mut held = Vec::new();
+    for slot in Slot::ALL {
+        let lock = run.daemon(&DaemonKey { volume: key.clone(), slot }).lock();
+        match File::open(&lock) {
+            Ok(file) => {
+                let taken = store::lock(&file);
+                taken.map_err(|_| io::Error::other(format!("{} is held", lock.display())))?;
+                held.push(file);
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+        }
+    }
+    run.volume(key).remove()
 }

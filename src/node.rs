@@ -756,6 +756,14 @@ impl Error {
         matches!(source, qsd::MonitorError::Deadline { .. })
     }
 
+    /// Whether a daemon ended while it was at something.
+    fn is_of_ended_daemon(&self) -> bool {
+        let (Self::Daemon { source, .. } | Self::Workshop { source, .. }) = self else {
+            return false;
+        };
+        matches!(source, qsd::Error::Monitor(qsd::MonitorError::Closed))
+    }
+
     fn run(path: &Path) -> impl FnOnce(io::Error) -> Self + use<> {
         let path = path.to_owned();
         move |source| Self::Run { path, source }

@@ -55,9 +55,10 @@ pub use parameters::{
     RangeError, SizeRange,
 };
 pub use record::{Content, Format, Lifecycle};
+pub use recover::check_frozen;
 pub use snapshot::{NewSnapshot, Snapshot, SnapshotEntry, Taking};
 pub use throttle::Throttle;
-pub use work::{Job, Progress, Purpose, QUIET, Site, Use, Way, Work};
+pub use work::{Failure, Job, Progress, Purpose, QUIET, Site, Use, Way, Work};
 
 use crate::{
     pool::{self, Pool, Space},

@@ -83,14 +83,27 @@ impl Surroundings<'_> {
 
     fn examine_part(&self, key: &RunKey, found: &mut Examined) {
         let dir = self.run.volume(key);
-        let reader = store::load::<Note>(&dir.reader()).ok().flatten();
-        if let Some(note) = reader {
-            if self.reads(&note) {
-                found.explained.insert(key.clone());
-            } else {
-                found.pending.push(format!("end of a reader of volume {}", note.volume));
+        match store::load::<Note>(&dir.reader()) {
+            Ok(None) => {}
+            Ok(Some(note)) => {
+                if self.reads(&note) {
+                    found.explained.insert(key.clone());
+                } else {
+                    found.pending.push(format!("end of a reader of volume {}", note.volume));
+                }
+                return;
             }
-            return;
+            Err(error) => {
+                found.explained.insert(key.clone());
+                let (about, what) = (format!("reader {key}"), Chain(&error).to_string());
+                found.findings.push(
+                    Finding::new(Weight::Trouble, "reader-unreadable", about, what)
+                        .at(dir.reader())
+                        .means("nobody knows who reads there. Who does goes on; the data is safe")
+                        .next("have what reads it unpublished and published anew"),
+                );
+                return;
+            }
         }
         match store::load::<Attachment>(&dir.attachment()) {
             Ok(Some(attachment)) => {

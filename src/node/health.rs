@@ -131,9 +131,9 @@ impl Turn {
         let asked = async {
             let turn = self.turn.clone().acquire_owned().await.ok()?;
             let since = self.since.clone();
+            *since.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
             let asked = tokio::task::spawn_blocking(move || {
                 let _turn = turn; // for as long as it takes
-                *since.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
                 let answer = question();
                 *since.lock().unwrap_or_else(PoisonError::into_inner) = None;
                 answer
@@ -175,11 +175,18 @@ impl Health {
         pools.entry(pool.name().clone()).or_default().clone()
     }
 
+    /// Notes what a pool was like when it was opened.
+    pub(super) fn begin(&self, pool: &Pool) {
+        let last = pool.space().ok();
+        let mut pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
+        pools.entry(pool.name().clone()).or_default().last = last;
+    }
+
     /// Tells of a pool that is lost, or back, once.
     fn note(&self, pool: &PoolName, found: &Result<Space, String>) {
         let mut pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
         let one = pools.entry(pool.clone()).or_default();
-        one.last = found.as_ref().ok().copied();
+        one.last = found.as_ref().ok().copied().or(one.last);
         let (known, trouble) = (&mut one.trouble, found.as_ref().err().map(String::as_str));
         match (&known, trouble) {
             (None, Some(reason)) => error!(%pool, reason, "pool lost"),
@@ -218,7 +225,9 @@ impl Node {
             let space = match (answer, known.last) {
                 (Some(Ok(space)), _) => Ok(space),
                 (Some(Err(trouble)), _) => Err(Chain(&trouble).to_string()),
-                (None, Some(last)) if known.space.open() < LOST => Ok(last),
+                (None, Some(last)) if known.space.open() < LOST => {
+                    known.trouble.map_or(Ok(last), Err)
+                }
                 (None, _) => {
                     let (name, dir) = (pool.name(), pool.dir().display());
                     Err(format!("pool {name}: its disk does not answer ({dir})"))

@@ -27,7 +27,7 @@ use crate::{
 };
 use rustix::fs::{Gid, Mode, chmod, chown};
 use std::{io, path::PathBuf, time::Duration};
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
 
 /// What is to be seen of the file.
@@ -46,6 +46,10 @@ pub(super) enum Image {
 
 /// How long the file of a daemon that answers takes at most to be looked at.
 const LOOK: Duration = Duration::from_secs(5);
+
+/// How often it is tried to have it shown, and how long after an attempt that failed.
+const ATTEMPTS: u32 = 3;
+const AGAIN: Duration = Duration::from_millis(100);
 
 /// What a person should know of one that is contested.
 pub(super) const CONTESTED: &str = "somebody opened disk.img as a VM connected to vhost.sock: each \
@@ -123,12 +127,24 @@ impl Node {
         }
         self.interrupt(id).await;
         let dir = self.dir(id);
-        let place = dir.clone();
-        let cleared = blocking(move || place.clear_image()).await;
-        cleared.map_err(Error::run(dir.path()))?;
-        crash::point("image-place");
-        let shown = daemon.show_image(&dir.image()).await;
-        shown.map_err(|error| Error::daemon(id)(error.into()))?;
+        let mut attempt = 1;
+        loop {
+            let place = dir.clone();
+            let cleared = blocking(move || place.clear_image()).await;
+            cleared.map_err(Error::run(dir.path()))?;
+            crash::point("image-place");
+            match daemon.show_image(&dir.image()).await {
+                Ok(()) => break,
+                // What mounts it is a program of its own, which may die, or come too late for an
+                // earlier daemon that died, and mount what is dead.
+                Err(error) if attempt < ATTEMPTS && error.is_of_mount() => {
+                    warn!(volume = %id, attempt, error = %Chain(&error), "disk.img");
+                    attempt += 1;
+                    sleep(AGAIN).await;
+                }
+                Err(error) => return Err(Error::daemon(id)(error.into())),
+            }
+        }
         crash::point("image-shown");
         self.open_image(id).await
     }

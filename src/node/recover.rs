@@ -64,6 +64,9 @@ impl Node {
             tasks: TaskTracker::new(),
             stop: CancellationToken::new(),
         };
+        for pool in node.volumes.pools() {
+            node.health.begin(pool);
+        }
         // From here on no exit goes unseen: the watch is there before the list is asked for.
         let exits = node.supervisor.watch().await?;
         let running = node.running().await?;

@@ -101,7 +101,7 @@ impl Node {
                 self.try_restart(id).await?.0
             } else {
                 let launch = self.launch(id, Slot::A)?;
-                self.volumes.find(id)?.check()?;
+                self.check_images(id).await?;
                 launch.start(&self.supervisor).await.map_err(Error::daemon(id))?
             };
             crash::point("node-stage-daemon");
@@ -194,6 +194,13 @@ impl Node {
         Ok(())
     }
 
+    /// An error unless the images of a volume are what the records say: a daemon would serve what a
+    /// header leads to.
+    async fn check_images(&self, id: &VolumeId) -> Result<(), Error> {
+        let volume = self.volumes.find(id)?;
+        Ok(blocking(move || volume.check()).await?)
+    }
+
     /// Serves an attachment again, on the same paths: takes over the daemon that runs, or starts
     /// another.
     ///
@@ -254,7 +261,7 @@ impl Node {
             }
         }
         self.supervisor.kill(&key).await?;
-        self.volumes.find(id)?.check()?;
+        self.check_images(id).await?;
         let launch = launch.afresh(|| self.dir(id).next_disk());
         let daemon = launch.start(&self.supervisor).await.map_err(Error::daemon(id))?;
         self.lead_to(id, &daemon).await?;

@@ -10,7 +10,7 @@ use crate::{
     crash,
     qsd::{self, Credentials, Daemon, Height, JobState},
     source::{Access, Secrets},
-    volume::{Ahead, Claim, Layer, Purpose, Site, Use, VolumeId, Way, Work},
+    volume::{Ahead, Claim, Failure, Layer, Purpose, Site, Use, VolumeId, Way, Work, check_frozen},
 };
 use std::{sync::Arc, time::Duration};
 use tokio::{
@@ -40,6 +40,9 @@ const HELD: Duration = Duration::from_secs(5);
 
 /// How long the relay takes at most to tell whether a VM was held back, if it can tell now.
 const ANSWER: Duration = Duration::from_millis(500);
+
+/// The job itself, as that which ended with an error.
+const JOB: &str = "job";
 
 /// How far a job is followed.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -151,7 +154,9 @@ impl Node {
             Err(error) => {
                 let reason = Chain(&error).to_string();
                 warn!(volume, %layer, way, seconds, error = reason, "job failed");
-                let pause = self.volumes.work_failed(layer, reason, begin.elapsed());
+                let is_of_daemon = error.is_of_ended_daemon();
+                let cause = if is_of_daemon { Failure::OfDaemon } else { Failure::Own };
+                let pause = self.volumes.work_failed(layer, reason, cause);
                 self.nudge_after(pause);
                 Fate::Failed
             }
@@ -185,7 +190,7 @@ impl Node {
             Ok(Ended::Interrupted) => return Ok(Ended::Interrupted),
             Err(error) => {
                 drop(work);
-                return Err(self.give_up(id, &daemon, error).await);
+                return Err(self.give_up_job(id, &daemon, error).await);
             }
         }
         crash::point("work-moved");
@@ -229,7 +234,7 @@ impl Node {
             Ok(Ended::Interrupted) => return Ok(Ended::Interrupted),
             Err(error) => {
                 drop(work);
-                return Err(self.give_up(id, daemon, error).await);
+                return Err(self.give_up_job(id, daemon, error).await);
             }
         }
         let Some(claim) = self.claim_for(id, &work).await else {
@@ -284,6 +289,14 @@ impl Node {
         self.restart_for_sure(&claim).await?;
         debug!(volume = %id, seconds = begin.elapsed().as_secs_f64(), "active layer committed");
         outcome
+    }
+
+    /// The same where a job failed. One that said why has left the daemon as it was before.
+    async fn give_up_job(&self, id: &VolumeId, daemon: &Daemon, error: qsd::MonitorError) -> Error {
+        if matches!(error, qsd::MonitorError::Refused { command: JOB, .. }) {
+            return Error::daemon(id)(error.into());
+        }
+        self.give_up(id, daemon, error).await
     }
 
     /// Replaces a daemon with which work did not succeed: what it has open is not known for sure.
@@ -342,7 +355,11 @@ impl Node {
         let workshop = self.workshop(work.upper().id.run_key())?;
         let failed = |source| Error::Workshop { layer: work.upper().id, source };
         let credentials = self.credentials_for(&work);
+        let layers = work.layers().to_vec();
+        let checked = blocking(move || check_frozen(&layers)).await;
+        let damaged = |desc| failed(qsd::MonitorError::Refused { command: "opening", desc }.into());
         let job = async {
+            checked.map_err(damaged)?;
             let started = workshop.start(work.layers(), credentials.as_ref(), &self.supervisor);
             let daemon = started.await.map_err(failed)?;
             let ended = self.follow_job(&daemon, &work, Follow::UntilDone).await;
@@ -422,7 +439,7 @@ impl Node {
                     if work.is_interrupted() || self.stop.is_cancelled() {
                         return Ok(Ended::Interrupted);
                     }
-                    return Err(qsd::MonitorError::Refused { command: "job", desc: reason });
+                    return Err(qsd::MonitorError::Refused { command: JOB, desc: reason });
                 }
             }
         }

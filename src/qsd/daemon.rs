@@ -455,7 +455,7 @@ impl Error {
             | Self::Locked
             | Self::Ended(_) => false,
             Self::Monitor(error) => match error {
-                monitor::Error::Refused { desc, .. } => is_of_lock(desc) || is_of_mount(desc),
+                monitor::Error::Refused { desc, .. } => is_of_lock(desc) || error.is_of_mount(),
                 monitor::Error::Connect(_)
                 | monitor::Error::Closed
                 | monitor::Error::Deadline { .. } => true,
@@ -467,12 +467,6 @@ impl Error {
 /// Whether QEMU refused a layer because somebody has it open.
 fn is_of_lock(desc: &str) -> bool {
     desc.starts_with("Failed to get ") && desc.contains(" lock")
-}
-
-/// Whether QEMU could not show a file where one that died has left something.
-fn is_of_mount(desc: &str) -> bool {
-    desc.starts_with("Failed to mount FUSE session")
-        || desc.starts_with("Failed to stat ") && desc.contains("not connected")
 }
 
 fn is_not_there_yet(error: &io::Error) -> bool {

@@ -42,6 +42,16 @@ pub enum Error {
     },
 }
 
+impl Error {
+    /// Whether a file could not be shown where something that died has left its own, or died as it
+    /// was to be mounted.
+    pub fn is_of_mount(&self) -> bool {
+        let Self::Refused { desc, .. } = self else { return false };
+        desc.starts_with("Failed to mount FUSE session")
+            || desc.starts_with("Failed to stat ") && desc.contains("not connected")
+    }
+}
+
 /// One QMP command.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Command {

@@ -66,7 +66,10 @@ impl Volumes {
             (layer.pool.name() == pool.name() && layer.record.leftovers.is_some()).then_some(*id)
         };
         let merged: Vec<_> = self.state.lock().layers.iter().filter_map(has_leftovers).collect();
-        abreast(&merged, |id| report(&format!("merge of layer {id}"), self.clear_leftovers(*id)));
+        // One after the other: what one leaves may have something left itself.
+        for id in merged {
+            report(&format!("merge of layer {id}"), self.clear_leftovers(id));
+        }
         for (path, stem) in pool.records(Kind::DeletingLayer)? {
             let Ok(id) = stem.parse::<LayerId>() else { continue };
             if self.state.lock().unclear.contains(pool.name()) {
@@ -347,7 +350,8 @@ pub(super) fn load<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, Str
 }
 
 /// A frozen image has at least the size that is recorded of it: it may have been committed into.
-fn check_frozen(layers: &[Layer]) -> Result<(), String> {
+/// What is wrong with images that are not written to by anybody, if anything.
+pub fn check_frozen(layers: &[Layer]) -> Result<(), String> {
     layers.iter().try_for_each(|layer| {
         let most = Bytes::new(u64::MAX);
         check_size(layer, layer.size, most)

@@ -54,9 +54,6 @@ const FIRST_PAUSE: Duration = Duration::from_millis(500);
 /// fail again for its failures to be forgotten.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
-/// Work that went on for so long did not fail by itself, as what brings its daemon down does so sooner.
-const STEADY: Duration = Duration::from_millis(100);
-
 /// What is under way, by the layer that it is for.
 #[derive(Debug, Default)]
 pub(super) struct Jobs {
@@ -109,6 +106,15 @@ pub enum Purpose {
     Copy,
     /// A chain that is to be shorter.
     Merge,
+}
+
+/// Why work did not succeed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Failure {
+    /// It may well fail again.
+    Own,
+    /// The daemon that was at it died.
+    OfDaemon,
 }
 
 /// How a volume is used at the moment.
@@ -203,9 +209,10 @@ impl Jobs {
         self.failed.get(&layer).map(|failed| failed.reason.as_str())
     }
 
-    /// Notes that it failed after it `ran` so long: how long it is to be left alone.
-    fn fail(&mut self, upper: LayerId, reason: String, ran: Duration, now: Instant) -> Duration {
-        let before = self.failed.get(&upper).filter(|_| ran < STEADY);
+    /// Notes that it failed: how long it is to be left alone. That a daemon died under it says
+    /// nothing of the work itself.
+    fn fail(&mut self, upper: LayerId, reason: String, cause: Failure, now: Instant) -> Duration {
+        let before = self.failed.get(&upper).filter(|_| cause == Failure::Own);
         let times = before.map_or(1, |failed| failed.times.saturating_add(1));
         let pause = FIRST_PAUSE.saturating_mul(2_u32.saturating_pow(times - 1)).min(LONGEST_PAUSE);
         self.failed.insert(upper, Failed { until: now + pause, reason, times });
@@ -309,16 +316,18 @@ impl Volumes {
         claims: &InFlight,
         used: impl Fn(&VolumeId) -> Use,
     ) -> Option<Work> {
+        let plans = |state: &State| match purpose {
+            Purpose::Copy => state.detachments(),
+            Purpose::Merge => [state.merges(), state.bypasses()].concat(),
+        };
+        let measured = self.measured(plans);
         let mut state = self.state.lock();
         let now = Instant::now();
         state.jobs.forgive(now);
         state.jobs.fresh.retain(|_, until| *until > now);
-        let plans = match purpose {
-            Purpose::Copy => state.detachments(),
-            Purpose::Merge => [state.merges(), state.bypasses()].concat(),
-        };
-        for plan in plans {
-            let Some((way, site)) = state.judge(&plan, claims, &used) else { continue };
+        for plan in plans(&state) {
+            let judged = state.judge(&plan, claims, &used, &measured);
+            let Some((way, site)) = judged else { continue };
             let (Some(upper), Ok(layers)) =
                 (state.layer(plan.upper), state.layers_from(plan.upper))
             else {
@@ -350,6 +359,17 @@ impl Volumes {
             });
         }
         None
+    }
+
+    /// What the pools spend on the layers of these plans. A disk that does not answer holds up
+    /// whoever asks, so nobody waits for that with the state locked.
+    fn measured(&self, plans: impl Fn(&State) -> Vec<Plan>) -> HashMap<LayerId, Bytes> {
+        let layers: Vec<_> = {
+            let state = self.state.lock();
+            let both = |plan: &Plan| [state.layer(plan.upper), state.layer(plan.lower)];
+            plans(&state).iter().flat_map(both).flatten().collect()
+        };
+        layers.into_iter().map(|layer| (layer.id, layer.allocated())).collect()
     }
 
     /// A merge that is under way in the chain of this volume and ought to end before another layer
@@ -392,8 +412,8 @@ impl Volumes {
 
     /// Work for this layer did not succeed, after so long and for a reason in words: how long it is left
     /// alone.
-    pub fn work_failed(&self, upper: LayerId, reason: String, ran: Duration) -> Duration {
-        self.state.lock().jobs.fail(upper, reason, ran, Instant::now())
+    pub fn work_failed(&self, upper: LayerId, reason: String, cause: Failure) -> Duration {
+        self.state.lock().jobs.fail(upper, reason, cause, Instant::now())
     }
 
     /// Records that the data is where the work was to bring it, durably, and removes what is not
@@ -447,6 +467,9 @@ impl Volumes {
         kept: &KeptLayer,
         next: LayerRecord,
     ) -> Result<(), pool::Error> {
+        if !self.state.lock().layers.contains_key(&id) {
+            return Ok(()); // it was removed meanwhile, by whoever held its last name
+        }
         record(&kept.pool, &layer_record(&kept.pool, id), &next)?;
         let next = KeptLayer { pool: kept.pool.clone(), record: next };
         self.state.lock().layers.insert(id, next);
@@ -571,6 +594,7 @@ impl State {
         plan: &Plan,
         claims: &InFlight,
         used: &impl Fn(&VolumeId) -> Use,
+        measured: &HashMap<LayerId, Bytes>,
     ) -> Option<(Way, Site)> {
         let pool = self.layers.get(&plan.upper)?.pool.name();
         let lower = self.layer(plan.lower)?;
@@ -629,7 +653,9 @@ impl State {
                 // The commit of a topmost layer moves whole clusters, and reads what is around: of a
                 // master that cannot be had here. A stream moves what is there.
                 let is_barred = site == Site::Workshop && self.stands_on_master(plan.upper);
-                let is_cheaper = is_commit_cheaper(&upper, &lower, is_topmost);
+                // One that came only now has its turn next time.
+                let allocated = [measured.get(&upper.id)?, measured.get(&lower.id)?].map(|it| *it);
+                let is_cheaper = is_commit_cheaper((&upper, &lower), allocated, is_topmost);
                 if is_streamable && !(is_alike && is_cheaper && !is_barred) {
                     self.stream(plan.lower)
                 } else if commits {
@@ -677,14 +703,18 @@ impl State {
 ///
 /// What is in the topmost layer is found at once; otherwise QEMU looks at every 512 KiB of the
 /// size, also where there is nothing: 6 s of a core for a TiB.
-fn is_commit_cheaper(upper: &Layer, lower: &Layer, is_topmost: bool) -> bool {
+fn is_commit_cheaper(
+    (upper, lower): (&Layer, &Layer),
+    [in_upper, in_lower]: [Bytes; 2],
+    is_topmost: bool,
+) -> bool {
     let looks = if is_topmost { upper.size.count() / LOOKS_A_BYTE } else { 0 };
     let raw = match lower.format {
         Format::Raw => RAW_IS_WORTH,
         Format::Qcow2 => 0,
     };
-    let down = lower.allocated().count().saturating_add(looks).saturating_add(raw);
-    upper.allocated().count() <= down
+    let down = in_lower.count().saturating_add(looks).saturating_add(raw);
+    in_upper.count() <= down
 }
 
 /// Where the layers of these volumes are open, if that is one place.
@@ -711,7 +741,7 @@ mod test {
         let (mut jobs, layer, now) = (Jobs::default(), LayerId::draw(), Instant::now());
         let mut pauses = Vec::new();
         for _ in 0..8 {
-            let pause = jobs.fail(layer, "why".to_owned(), Duration::ZERO, now);
+            let pause = jobs.fail(layer, "why".to_owned(), Failure::Own, now);
             assert!(jobs.is_left_alone(layer, now) && !jobs.is_left_alone(layer, now + pause));
             jobs.forgive(now + pause);
             assert_eq!(jobs.trouble(layer), Some("why"));
@@ -722,7 +752,8 @@ mod test {
         jobs.forgive(afterwards);
         assert_eq!(jobs.trouble(layer), None);
         for _ in 0..3 {
-            assert_eq!(jobs.fail(layer, "why".to_owned(), STEADY, afterwards), FIRST_PAUSE);
+            let pause = jobs.fail(layer, "why".to_owned(), Failure::OfDaemon, afterwards);
+            assert_eq!(pause, FIRST_PAUSE);
         }
     }
 }
