@@ -245,7 +245,7 @@ fn open(name: &PoolName, dir: &Path, report: &mut Report) -> Result<Option<Pool>
             let about = format!("pool {name}");
             report.findings.push(
                 Finding::new(Weight::Damage, "pool-unreadable", about, what)
-                    .at(pool.dir().join("pool.json"))
+                    .at(pool.identity())
                     .means("no driver starts with this pool; its data is safe")
                     .next("bring the file back from a backup, or use the driver that wrote it"),
             );
@@ -357,7 +357,7 @@ fn examine_openers(
     known: &BTreeSet<i32>,
     report: &mut Report,
 ) -> Result<(), Error> {
-    let dirs: Vec<_> = pools.iter().map(|pool| pool.dir().join("layers")).collect();
+    let dirs: Vec<_> = pools.iter().map(|pool| pool.layers_dir()).collect();
     let is_layer = |path: &Path| dirs.iter().any(|dir| path.starts_with(dir));
     for (pid, files) in openers(is_layer).map_err(failed("/proc"))? {
         if known.contains(&pid) {

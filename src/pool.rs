@@ -128,7 +128,6 @@ struct Identity {
     id: uuid::Uuid,
 }
 
-const IDENTITY: &str = "pool.json";
 const LAYERS: &str = "layers";
 const LOCKS: &str = "locks";
 
@@ -214,8 +213,8 @@ impl Pool {
 
     /// Whether there is anything of a pool in its directory.
     pub fn is_one(&self) -> Result<bool, Error> {
-        let path = self.dir.join(IDENTITY);
-        Ok(store::load::<Identity>(&path).map_err(|source| self.store(source))?.is_some())
+        let identity = store::load::<Identity>(&self.identity());
+        Ok(identity.map_err(|source| self.store(source))?.is_some())
     }
 
     /// Keeps everybody else out of a pool that was opened for a look.
@@ -252,6 +251,16 @@ impl Pool {
     /// Where it lies.
     pub fn dir(&self) -> &Path {
         &self.dir
+    }
+
+    /// What makes its directory a pool.
+    pub fn identity(&self) -> PathBuf {
+        self.dir.join("pool.json")
+    }
+
+    /// The directory in which all its layers lie.
+    pub fn layers_dir(&self) -> PathBuf {
+        self.dir.join(LAYERS)
     }
 
     /// An error unless it is still where it was opened: it may have been moved, or unmounted.
@@ -292,17 +301,13 @@ impl Pool {
         self.require()?;
         let fs = rustix::fs::statvfs(&self.dir)
             .map_err(|error| self.io("measuring", &self.dir)(error.into()))?;
-        Ok(Self::space_of(&fs))
-    }
-
-    fn space_of(fs: &rustix::fs::StatVfs) -> Space {
         let bytes = |blocks: u64| Bytes::new(blocks.saturating_mul(fs.f_frsize));
-        Space { total: bytes(fs.f_blocks), free: bytes(fs.f_bavail) }
+        Ok(Space { total: bytes(fs.f_blocks), free: bytes(fs.f_bavail) })
     }
 
     /// Where the bytes of a layer lie.
     pub fn layer(&self, id: LayerId, format: Format) -> PathBuf {
-        self.dir.join(LAYERS).join(format!("{id}.{}", format.as_str()))
+        self.layers_dir().join(format!("{id}.{}", format.as_str()))
     }
 
     /// Makes an empty layer of `size`, durably. It takes next to no space until written.
@@ -316,7 +321,7 @@ impl Pool {
                 Format::Qcow2 => qcow2::create(&file, size)?,
             }
             file.sync_all()?;
-            store::sync(&self.dir.join(LAYERS))
+            store::sync(&self.layers_dir())
         };
         create().map_err(self.io("creating layer", &path))
     }
@@ -340,7 +345,7 @@ impl Pool {
 
     /// The files among the layers, each with the id its name holds. Others are not ours.
     pub fn layers(&self) -> Result<Vec<(LayerId, PathBuf)>, Error> {
-        let dir = self.dir.join(LAYERS);
+        let dir = self.layers_dir();
         let list = || fs::read_dir(&dir)?.map(|entry| Ok(entry?.path())).collect::<io::Result<_>>();
         let paths: Vec<PathBuf> = list().map_err(self.io("listing", &dir))?;
         let id_of = |path: &Path| path.file_stem()?.to_str()?.parse().ok();
@@ -393,20 +398,17 @@ impl Pool {
     }
 
     fn identify(&self) -> Result<(), Error> {
-        let path = self.dir.join(IDENTITY);
-        let identity = store::load::<Identity>(&path).map_err(|source| self.store(source))?;
-        if identity.is_some() {
+        if self.is_one()? {
             return Ok(());
         }
         let identity = Identity { version: Version, id: uuid::Uuid::new_v4() };
-        store::replace(&path, &identity).map_err(|source| self.store(source))
+        store::replace(&self.identity(), &identity).map_err(|source| self.store(source))
     }
 
     /// Opens a file as the daemons will, so that a pool that cannot work says so at once.
     fn try_direct_io(&self) -> Result<(), Error> {
-        let file = self.dir.join(IDENTITY);
-        let direct = i32::try_from(OFlags::DIRECT.bits()).expect("a flag of open(2) is an int");
-        match OpenOptions::new().read(true).custom_flags(direct).open(&file) {
+        let file = self.identity();
+        match open_direct(&file) {
             Ok(_) => Ok(()),
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
                 Err(Error::NoDirectIo { pool: self.name.clone(), dir: self.dir.clone() })
@@ -439,6 +441,12 @@ impl Error {
             Self::Gone { .. } | Self::Locked { .. } | Self::NoDirectIo { .. } => None,
         }
     }
+}
+
+/// Opens a file to be read past what the kernel has in memory.
+fn open_direct(file: &Path) -> io::Result<File> {
+    let direct = i32::try_from(OFlags::DIRECT.bits()).expect("a flag of open(2) is an int");
+    OpenOptions::new().read(true).custom_flags(direct).open(file)
 }
 
 /// A directory, and those above it, that only we may enter.

@@ -1,6 +1,6 @@
 //! Changes to a volume that is there: its size and its limits, also while a VM uses it.
 
-use super::{Cause, Error, Node, Service};
+use super::{Cause, Error, Node};
 use crate::{
     blocking::blocking,
     chain::Chain,
@@ -166,7 +166,7 @@ impl Node {
             return Ok(Outcome::AlreadySo);
         }
         self.volumes.set_throttle(claim, after.clone())?;
-        if let Some(Service::Up(daemon)) = self.find(id).map(|one| one.service)
+        if let Some(daemon) = self.serving_daemon(id)
             && let Err(error) = daemon.set_throttle(&after).await
         {
             // What a daemon that does not answer would still do, the record of the limits undoes

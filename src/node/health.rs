@@ -297,8 +297,11 @@ impl Node {
         let troubles = troubles_of(&view.pools);
         let node = self.clone();
         let conditions = move || {
-            let condition = |id| (node.condition_in(&id, &relayed, &troubles), id);
-            ids.into_iter().map(condition).map(|(condition, id)| (id, condition)).collect()
+            let condition = |id: VolumeId| {
+                let condition = node.condition_in(&id, &relayed, &troubles);
+                (id, condition)
+            };
+            ids.into_iter().map(condition).collect()
         };
         self.health.conditions.ask(conditions).await
     }

@@ -90,7 +90,7 @@ impl Node {
     /// Opens what the readers of an attachment need that is not there yet.
     pub(super) async fn open_readers(&self, attachment: &Attachment) -> Result<(), Error> {
         let id = &attachment.volume;
-        let Some(Service::Up(daemon)) = self.find(id).map(|one| one.service) else {
+        let Some(daemon) = self.serving_daemon(id) else {
             return Err(Error::NotServed(id.clone()));
         };
         let readers = self.make_places(attachment)?;

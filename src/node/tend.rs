@@ -170,7 +170,7 @@ impl Node {
     /// records follow; a driver that dies in between finds a daemon that serves the same bytes, and
     /// replaces it.
     async fn work_in_daemon(&self, id: &VolumeId, work: Work) -> Result<Ended, Error> {
-        let Some(Service::Up(daemon)) = self.find(id).map(|one| one.service) else {
+        let Some(daemon) = self.serving_daemon(id) else {
             return Ok(Ended::Interrupted);
         };
         let is_commit = matches!(work.way(), Way::Commit { .. });

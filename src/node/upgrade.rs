@@ -11,7 +11,7 @@
 //! two daemons serves: a crash at any instant leaves one that does and one that nobody uses, which
 //! start-up ends.
 
-use super::{Entrance, Error, Node, Service};
+use super::{Entrance, Error, Node};
 use crate::{
     chain::Chain,
     crash,
@@ -99,7 +99,7 @@ impl Node {
         let id = claim.volume();
         let begin = Instant::now();
         self.replace(claim, old).await?;
-        let Some(Service::Up(daemon)) = self.find(id).map(|one| one.service) else {
+        let Some(daemon) = self.serving_daemon(id) else {
             return Err(Error::NotServed(id.clone()));
         };
         let stopped = begin.elapsed();

@@ -1,11 +1,8 @@
 //! Whether a pool is what was opened, can be written, and has a disk that answers.
 
-use super::{Error, IDENTITY, Pool, Space};
-use rustix::fs::OFlags;
+use super::{Error, Pool, Space, open_direct};
 use std::{
-    fs::OpenOptions,
     io::{self, Read as _},
-    os::unix::fs::OpenOptionsExt as _,
     path::Path,
 };
 
@@ -17,7 +14,7 @@ impl Pool {
     pub fn check(&self) -> Result<Space, Error> {
         self.require_writable()?;
         let space = self.space()?;
-        let file = self.dir.join(IDENTITY);
+        let file = self.identity();
         read_from_disk(&file).map_err(self.io("reading", &file))?;
         Ok(space)
     }
@@ -25,8 +22,7 @@ impl Pool {
 
 /// Has the disk itself read, past what the kernel has in memory.
 fn read_from_disk(file: &Path) -> io::Result<()> {
-    let direct = i32::try_from(OFlags::DIRECT.bits()).map_err(io::Error::other)?;
-    let mut file = OpenOptions::new().read(true).custom_flags(direct).open(file)?;
+    let mut file = open_direct(file)?;
     let mut buffer = vec![0; 2 * BLOCK];
     let begin = buffer.as_ptr().align_offset(BLOCK);
     file.read(&mut buffer[begin..begin + BLOCK]).map(drop)

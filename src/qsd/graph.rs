@@ -490,6 +490,12 @@ pub(super) fn image(file: &Path, size: u64, durability: Durability) -> [Command;
     [node(fixed), Command::new("block-export-add", export)]
 }
 
+/// Asks for all named nodes. Without `flat` each would come with all that is below it: 4 MiB and
+/// 0.8 s at 50 layers.
+pub(super) fn query_nodes() -> Command {
+    Command::new("query-named-block-nodes", json!({ "flat": true }))
+}
+
 /// Whether the node below a `disk.img` is among these nodes.
 pub(super) fn has_image(nodes: &Value) -> bool {
     let is_it = |node: &Value| node["node-name"] == IMAGE;

@@ -108,9 +108,7 @@ impl Daemon {
         below: Option<&Layer>,
         access: Access,
     ) -> Result<(), Error> {
-        // Else each node would come with all that is below it: 4 MiB and 0.8 s at 50 layers.
-        let flat = json!({ "flat": true });
-        let nodes = self.execute(Command::new("query-named-block-nodes", flat)).await?;
+        let nodes = self.execute(graph::query_nodes()).await?;
         let reopen = graph::reopen(layer, below, access, &nodes).ok_or_else(|| {
             let desc = format!("{} is not open", layer.place);
             Error::Refused { command: "blockdev-reopen", desc }
@@ -121,8 +119,7 @@ impl Daemon {
     /// Opens those of these layers, each on the next, read-only again that are open for writing: a
     /// job that ended early leaves one so, and nobody else could open it.
     pub async fn freeze(&self, layers: &[Layer]) -> Result<(), Error> {
-        let nodes = Command::new("query-named-block-nodes", json!({ "flat": true }));
-        let nodes = self.execute(nodes).await?;
+        let nodes = self.execute(graph::query_nodes()).await?;
         for (place, layer) in layers.iter().enumerate() {
             if graph::is_writable(layer, &nodes) {
                 self.reopen(layer, layers.get(place + 1), Access::Read).await?;
@@ -161,8 +158,7 @@ impl Daemon {
     /// touches the active layer, nothing is committed, and the size stays as it is: a writable file
     /// holds the right to resize, and `top` is no root any more (measured with 10.0.13 and 11.1.3).
     pub async fn show_image(&self, file: &Path) -> Result<(), Error> {
-        let nodes = Command::new("query-named-block-nodes", json!({ "flat": true }));
-        let nodes = self.execute(nodes).await?;
+        let nodes = self.execute(graph::query_nodes()).await?;
         let size = graph::size_of_top(&nodes).ok_or_else(|| {
             let desc = format!("{TOP} has no size");
             Error::Refused { command: "query-named-block-nodes", desc }
@@ -184,8 +180,7 @@ impl Daemon {
         if self.shows_image().await? {
             self.end_export(IMAGE).await?;
         }
-        let nodes = Command::new("query-named-block-nodes", json!({ "flat": true }));
-        if graph::has_image(&self.execute(nodes).await?) {
+        if graph::has_image(&self.execute(graph::query_nodes()).await?) {
             self.close_image().await?;
         }
         Ok(())

@@ -10,7 +10,7 @@
 //! open takes. A qcow2 header can name files of this machine, which QEMU opens: what does is
 //! refused before anything is exported.
 
-use super::{Command, Monitor, agent::Agent, monitor};
+use super::{Command, Monitor, agent::Agent, graph, monitor};
 use crate::{
     run::DaemonDir,
     source::{Access, Context, Opening, Secrets, Source},
@@ -192,8 +192,7 @@ impl Master {
             let gone = json!({ "id": object["id"] });
             monitor.execute(Command::new("object-del", gone)).await?;
         }
-        let nodes = Command::new("query-named-block-nodes", json!({ "flat": true }));
-        Ok(self.judge(&monitor.execute(nodes).await?)?)
+        Ok(self.judge(&monitor.execute(graph::query_nodes()).await?)?)
     }
 
     /// What a master has that is as it should be.

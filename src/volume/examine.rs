@@ -112,12 +112,8 @@ impl Volumes {
     fn examine_snapshots(&self, found: &mut Examination) {
         let all: Vec<_> = self.state.lock().snapshots.keys().cloned().collect();
         for id in all {
-            let (reason, pool) = {
-                let state = self.state.lock();
-                let kept = state.snapshots.get(&id);
-                (Self::check_snapshot(&state, &id), kept.map(|kept| kept.pool().clone()))
-            };
-            let Some(reason) = reason else { continue };
+            let Some(reason) = self.check_snapshot(&id) else { continue };
+            let pool = self.state.lock().snapshots.get(&id).map(|kept| kept.pool().clone());
             let pool = self.pools.iter().find(|one| Some(one.name()) == pool.as_ref());
             let path = pool.map_or_else(PathBuf::new, |pool| pool.record(Kind::Snapshot, &id));
             let next = if reason.starts_with("layer ") { LAYER } else { RECORD };

@@ -153,18 +153,14 @@ impl Volumes {
             let Some(kept) = state.volumes.get_mut(&id) else { continue };
             *kept = Kept::Damaged { pool: kept.pool().clone(), reason };
         }
-        let snapshots: Vec<_> = {
-            let state = self.state.lock();
-            let layers = |(id, kept): (&SnapshotId, &Kept<SnapshotRecord>)| {
-                Some((id.clone(), state.layers_from(kept.usable()?.1.layer)))
-            };
-            state.snapshots.iter().filter_map(layers).collect()
+        let usable = |(id, kept): (&SnapshotId, &Kept<SnapshotRecord>)| {
+            kept.usable().is_some().then(|| id.clone())
         };
-        let checked =
-            abreast(&snapshots, |(_, layers)| layers.clone().and_then(|all| check_frozen(&all)));
+        let snapshots: Vec<_> = self.state.lock().snapshots.iter().filter_map(usable).collect();
+        let checked = abreast(&snapshots, |id| self.check_snapshot(id));
         let mut state = self.state.lock();
-        for ((id, _), checked) in snapshots.into_iter().zip(checked) {
-            let Err(reason) = checked else { continue };
+        for (id, reason) in snapshots.into_iter().zip(checked) {
+            let Some(reason) = reason else { continue };
             error!(snapshot = %id, reason, "damaged; left alone");
             let Some(kept) = state.snapshots.get_mut(&id) else { continue };
             *kept = Kept::Damaged { pool: kept.pool().clone(), reason };
@@ -183,13 +179,15 @@ impl Volumes {
     }
 
     /// What is wrong with a snapshot, if anything.
-    pub(super) fn check_snapshot(state: &State, id: &SnapshotId) -> Option<String> {
-        match state.snapshots.get(id)? {
-            Kept::Damaged { reason, .. } => Some(reason.clone()),
-            Kept::Usable { record, .. } => {
-                state.layers_from(record.layer).and_then(|all| check_frozen(&all)).err()
+    pub(super) fn check_snapshot(&self, id: &SnapshotId) -> Option<String> {
+        let layers = {
+            let state = self.state.lock();
+            match state.snapshots.get(id)? {
+                Kept::Damaged { reason, .. } => Err(reason.clone()),
+                Kept::Usable { record, .. } => state.layers_from(record.layer),
             }
-        }
+        };
+        layers.and_then(|all| check_frozen(&all)).err()
     }
 
     /// Tells of layers that no record names. No crash of ours leaves one, so it is what is left of
@@ -349,8 +347,8 @@ pub(super) fn load<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, Str
     }
 }
 
-/// A frozen image has at least the size that is recorded of it: it may have been committed into.
-/// What is wrong with images that are not written to by anybody, if anything.
+/// What is wrong with frozen images, if anything. One has at least the size that is recorded of it: it
+/// may have been committed into.
 pub fn check_frozen(layers: &[Layer]) -> Result<(), String> {
     layers.iter().try_for_each(|layer| {
         let most = Bytes::new(u64::MAX);

@@ -410,8 +410,7 @@ impl Volumes {
         }
     }
 
-    /// Work for this layer did not succeed, after so long and for a reason in words: how long it is left
-    /// alone.
+    /// Work for this layer did not succeed, for a reason in words: how long it is left alone.
     pub fn work_failed(&self, upper: LayerId, reason: String, cause: Failure) -> Duration {
         self.state.lock().jobs.fail(upper, reason, cause, Instant::now())
     }
