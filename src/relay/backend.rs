@@ -196,7 +196,9 @@ impl Backend {
         device.into_iter().try_for_each(|(_, word)| self.set("replay", word))
     }
 
-    /// Hands over the inflight buffer and starts the rings: from here on the back-end works.
+    /// Hands over the inflight buffer and starts the rings: from here on the back-end works. There is
+    /// no way to start a ring that stands still: libvhost-user writes the kick of one that takes up
+    /// an inflight buffer, and looks into it.
     ///
     /// What it finds noted in the buffer it does again; a request that it had ended is not noted
     /// any more. Without a buffer it begins where the used ring ends, which is right only if
@@ -205,7 +207,6 @@ impl Backend {
         &self,
         said: &Said,
         inflight: Option<&Inflight>,
-        kick: Kick,
     ) -> Result<(), Error> {
         let rings = said.rings();
         let mut words: Vec<_> = said.get(Item::Inflight).cloned().into_iter().collect();
@@ -214,27 +215,17 @@ impl Backend {
                 inflight.keep(*ring);
             }
             for (item, word) in said.of_ring(*ring) {
-                words.push(match (item, kick) {
-                    (RingItem::Kick, Kick::Silent) => silenced(word)?,
-                    (RingItem::Base, _) if inflight.is_none() => reached(said, *ring, word),
+                words.push(match item {
+                    RingItem::Base if inflight.is_none() => reached(said, *ring, word),
                     _ => word.clone(),
                 });
             }
         }
         self.set_all("rings", &words)?;
-        if kick == Kick::FrontEnd {
-            for ring in said.started() {
-                wake(said, ring);
-            }
+        for ring in said.started() {
+            wake(said, ring);
         }
         Ok(())
-    }
-
-    /// Starts a ring that is parked: it is all set up, and fetches no requests.
-    pub(super) fn set_silent(&self, word: &Word) -> Result<(), Error> {
-        let silent = [silenced(word)?];
-        self.set_all("kick", &silent)?;
-        self.settle(&silent)
     }
 
     /// Swaps the kicks of running rings: for silent ones, and they fetch no more requests; for the

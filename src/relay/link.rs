@@ -3,8 +3,9 @@
 //! ```text
 //!             connect, replay                 park: silent kicks, drained
 //!  Down ---------------------------> Up Flowing <-------------------> Up Parked
-//!   ^                                 |    resume: the front-end's kicks  |
-//!   +---------------------------------+----------- lost ------------------+
+//!   ^ ^                               |    resume: the front-end's kicks  |
+//!   | +------------- lost ------------+                                   |
+//!   +-- resume -- Down Parked <------ lost, moved to another -------------+
 //! ```
 //!
 //! A lost back-end's requests are in the inflight buffer, and the next one does them again. A
@@ -12,7 +13,7 @@
 //! process that dies (facts/relay.md section 4).
 
 use super::{
-    backend::{Abilities, Backend, Error, Kick, NOTHING},
+    backend::{Abilities, Backend, Error, NOTHING},
     inflight::Held,
     kept::{Commit, Thing},
     message::{CONFIG_CHANGE, Code, Message},
@@ -58,7 +59,7 @@ pub(super) struct Down {
     reason: String,
     /// The reason that was logged last.
     told: String,
-    /// Whether rings are to stay parked when a back-end comes.
+    /// Whether no back-end may come yet: it would start with the requests that are held back.
     pub(super) parked: bool,
     /// A daemon that did not answer; whoever owns it should replace it.
     deaf: bool,
@@ -117,6 +118,11 @@ impl Link {
         Self::down(None, String::new(), false, false)
     }
 
+    /// One that is to be made as soon as requests may flow, which are held up since then.
+    pub(super) fn parked(since: Instant) -> Self {
+        Self::down(Some(since), "requests are held back".to_owned(), true, false)
+    }
+
     fn down(since: Option<Instant>, reason: String, parked: bool, deaf: bool) -> Self {
         let (begun, told) = (Instant::now(), String::new());
         let next = begun;
@@ -135,7 +141,7 @@ impl Link {
                 abilities: note.abilities,
                 protocol: note.protocol,
             };
-            let up = Up::new(backend, Rings::Flowing, FIRST_RETRY);
+            let up = Up::new(backend, FIRST_RETRY);
             (!note.busy).then_some(Self::Up(Up { busy: Some(false), ..up }))
         };
         restored().unwrap_or_else(|| {
@@ -200,7 +206,7 @@ impl Link {
     pub(super) fn next_attempt(&self) -> Option<Instant> {
         match self {
             Self::Up(_) => None,
-            Self::Down(down) => Some(down.next),
+            Self::Down(down) => (!down.parked).then_some(down.next),
         }
     }
 
@@ -221,8 +227,8 @@ impl Link {
 }
 
 impl Up {
-    pub(super) fn new(backend: Backend, rings: Rings, pause: Duration) -> Self {
-        Self { backend, rings, busy: None, begun: Instant::now(), pause }
+    pub(super) fn new(backend: Backend, pause: Duration) -> Self {
+        Self { backend, rings: Rings::Flowing, busy: None, begun: Instant::now(), pause }
     }
 
     fn thing(&self) -> Thing {
@@ -255,18 +261,12 @@ impl Session {
     /// Looks for a back-end if it is time to, and brings it to where the last one was.
     pub(super) fn try_connect(&mut self, place: &mut Place) {
         let Link::Down(down) = &self.link else { return };
-        if Instant::now() < down.next {
+        if down.parked || Instant::now() < down.next {
             return;
         }
-        let (since, parked, pause) = (down.since, down.parked, down.pause);
-        if parked && !self.held().is_empty() {
-            // It would do again what the last one held.
-            self.wait_longer();
-            return;
-        }
-        let (rings, kick) = kicks(parked);
+        let (since, pause) = (down.since, down.pause);
         let connected = self.connect(place, &place.backend.clone()).and_then(|backend| {
-            backend.start_rings(&self.said, self.inflight.as_ref(), kick)?;
+            backend.start_rings(&self.said, self.inflight.as_ref())?;
             Ok(backend)
         });
         match connected {
@@ -280,7 +280,7 @@ impl Session {
                         info!(key = place.name, ?stall, "another back-end took over");
                     }
                 }
-                self.take_up(place, Up::new(backend, rings, pause));
+                self.take_up(place, Up::new(backend, pause));
             }
             Err(error) => self.note_failure(place, &error),
         }
@@ -392,11 +392,6 @@ impl Session {
         let rings = self.said.started_sizes();
         self.inflight.as_ref().map_or_else(Vec::new, |inflight| inflight.held(&rings))
     }
-}
-
-/// How rings are set up where a back-end is to serve, or to hold still.
-pub(super) fn kicks(parked: bool) -> (Rings, Kick) {
-    if parked { (Rings::Parked, Kick::Silent) } else { (Rings::Flowing, Kick::FrontEnd) }
 }
 
 /// Ends a connection for both sides and all who share it.

@@ -2,7 +2,7 @@
 
 use super::{
     backend::{Error, Kick, Tracking},
-    link::{FIRST_RETRY, Link, Lost, Rings, Up, has_ended, kicks},
+    link::{FIRST_RETRY, Link, Lost, Rings, Up, hang_up, has_ended},
     place::Place,
     session::Session,
 };
@@ -50,7 +50,8 @@ impl Session {
     }
 
     /// Keeps the back-end from fetching requests, and waits until it holds none: a fence. The guest
-    /// notices nothing but the time it takes.
+    /// notices nothing but the time it takes. A front-end that starts a ring, or needs a back-end
+    /// after this one was lost, ends it before its time.
     pub(super) fn pause(&mut self, place: &mut Place) -> Result<(), String> {
         if place.tracking == Tracking::Unavailable {
             return Err("this qemu-storage-daemon does not note requests in flight".to_owned());
@@ -58,9 +59,9 @@ impl Session {
         if self.link.is_parked() {
             return Ok(());
         }
-        if let Link::Down(down) = &mut self.link {
-            down.parked = true; // nothing works: parked as it is
-            return Ok(());
+        if !self.link.is_up() {
+            // A daemon that this is not connected to may still do what it has of one before.
+            return Err("no daemon is connected".to_owned());
         }
         let rings = self.said.started_sizes();
         if let Err(lost) = self.drain(place, &rings) {
@@ -123,13 +124,18 @@ impl Session {
         }
         path.clone_into(&mut place.backend);
         self.link.close();
-        let (rings, kick) = kicks(was_parked);
-        let mut up = Up::new(next, rings, FIRST_RETRY);
+        if was_parked {
+            hang_up(&next.socket); // it could not start without looking into the rings
+            self.link = Link::parked(begin);
+            place.counters.handovers += 1;
+            return Ok(begin.elapsed());
+        }
+        let mut up = Up::new(next, FIRST_RETRY);
         up.busy = Some(false);
         self.link = Link::Up(up);
         self.begin_exchange(place);
         if let Link::Up(up) = &self.link
-            && let Err(error) = up.backend.start_rings(&self.said, self.inflight.as_ref(), kick)
+            && let Err(error) = up.backend.start_rings(&self.said, self.inflight.as_ref())
         {
             let why = crate::chain::Chain(&error).to_string();
             self.lose(place, Lost::from(error)); // and looked for again, as any that is lost

@@ -67,6 +67,7 @@ impl Session {
             }
             Request::SetVringKick { ring } => {
                 require_eventfd(Code::SetVringKick, &word)?;
+                self.resume(place); // no ring starts parked; who holds them back is told in the end
                 self.provide_inflight(place, *ring)?;
                 self.set(place, request, &word)
             }
@@ -128,15 +129,7 @@ impl Session {
         if negotiate {
             self.negotiate(place);
         }
-        let is_kick = matches!(request, Request::SetVringKick { .. });
-        let is_parked = self.link.is_parked();
-        self.pass_on(place, |backend| {
-            if is_kick && is_parked {
-                backend.set_silent(word)
-            } else {
-                backend.set("request", word)
-            }
-        });
+        self.pass_on(place, |backend| backend.set("request", word));
         // The standard has it answered in any case where its memory came along.
         let is_log = matches!(request, Request::SetLogBase);
         let has_log = self.front.note.protocol.unwrap_or_default() & protocol::LOG_SHMFD != 0;

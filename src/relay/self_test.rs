@@ -128,7 +128,7 @@ impl Trial {
         backend
             .check(&self.said, Some(0), tracking)
             .and_then(|()| backend.replay_device(&self.said))
-            .and_then(|()| backend.start_rings(&self.said, take_up, Kick::FrontEnd))
+            .and_then(|()| backend.start_rings(&self.said, take_up))
             .map_err(|error| format!("the ring does not start: {}", Chain(&error)))
     }
 

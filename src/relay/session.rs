@@ -235,16 +235,13 @@ impl Session {
     /// Waits for a back-end, for something that began some time ago.
     pub(super) fn reach(&mut self, place: &mut Place, begin: Instant) -> Result<(), End> {
         while !self.link.is_up() {
+            // The VM must not wait for who holds its requests back, and who is told so in the end.
+            self.resume(place);
             self.try_connect(place);
             if self.link.is_up() && begin.elapsed() <= PATIENCE {
                 break; // one that connects and then fails, again and again, is no back-end
             }
             place.tell_trouble(&self.link);
-            if self.link.is_parked() && !self.held().is_empty() {
-                // No back-end may come before its requests may flow, and the VM must not wait for
-                // that; who holds them back is told so when it ends that.
-                self.resume(place);
-            }
             if begin.elapsed() > PATIENCE {
                 return Err(End::NoBackend(self.link.reason()));
             }

@@ -530,29 +530,67 @@ fn a_back_end_that_always_fails_does_not_hold_up_a_detach() {
     drop(fake);
 }
 
-/// A daemon that dies while its rings are parked: the next one knows nothing of them.
+fn hold_back(relay: &Relay, key: &str) -> serde_json::Value {
+    relay.ask(&json!({"pause": {"key": key, "most_ms": 30_000}}))
+}
+
+/// A daemon that dies while its rings are parked: the next one knows nothing of them, and would look
+/// into a ring as it starts.
 #[test]
-fn rings_flow_again_after_a_daemon_died_while_they_were_held_back() {
+fn requests_stay_held_back_when_a_daemon_dies() {
     let mut relay = Relay::start();
     let key = relay.serve(1);
     let mut disk = Disk::open(&relay.socket(&key));
     for round in 0..4 {
         disk.works(round, 1);
         let ended = disk.ended();
-        assert_eq!(relay.ask(&json!({"pause": {"key": key, "most_ms": 30_000}})), "done");
+        assert_eq!(hold_back(&relay, &key), "done");
         relay.kill_daemon(&key);
-        relay.start_daemon(&key);
-        until("the next one is there", || relay.status(&key)["front_end"]["trouble"] == "");
-        if round % 2 == 0 {
-            assert_eq!(disk.stop(), ended, "where the ring ended");
-            disk.start(ended);
+        let is_first = round % 2 == 0;
+        if is_first {
+            disk.begin_write(round, 2);
         }
-        disk.begin_write(round, 2);
-        sleep(Duration::from_millis(200));
+        relay.start_daemon(&key);
+        if !is_first {
+            disk.begin_write(round, 2);
+        }
+        sleep(Duration::from_millis(300));
         assert_eq!(disk.ended(), ended, "requests are held back");
         assert_eq!(relay.ask(&json!({ "resume": key })), json!({"resumed": true}));
         disk.finish();
         assert_eq!(disk.read(round), [2; 512]);
+    }
+}
+
+#[test]
+fn nobody_is_told_that_requests_are_held_back_which_are_not() {
+    let mut relay = Relay::start();
+    let key = relay.serve(1);
+    let mut disk = Disk::open(&relay.socket(&key));
+    // A daemon that nobody is connected to may still have some.
+    relay.kill_daemon(&key);
+    until("it is gone", || relay.status(&key)["front_end"]["trouble"] != "");
+    let refused = hold_back(&relay, &key);
+    assert!(refused["refused"].as_str().unwrap().contains("no daemon"), "{refused}");
+    assert_eq!(relay.ask(&json!({ "resume": key })), json!({"resumed": false}));
+    relay.start_daemon(&key);
+    // A front-end that needs a daemon, or starts a ring, does not wait for whoever holds it back.
+    for round in 0..4 {
+        disk.works(round, 1);
+        let ended = disk.ended();
+        let is_dead = round % 2 == 0;
+        if is_dead {
+            assert_eq!(hold_back(&relay, &key), "done");
+            relay.kill_daemon(&key);
+            relay.start_daemon(&key);
+            assert_eq!(disk.stop(), ended, "where the ring ended");
+        } else {
+            assert_eq!(disk.stop(), ended, "where the ring ended");
+            assert_eq!(hold_back(&relay, &key), "done");
+        }
+        disk.start(ended);
+        disk.works(round, 2);
+        assert_eq!(relay.ask(&json!({ "resume": key })), json!({"resumed": false}));
     }
 }
 
