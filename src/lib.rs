@@ -25,6 +25,7 @@
 
 mod abreast;
 mod blocking;
+mod bound;
 mod chain;
 pub mod cli;
 mod clock;

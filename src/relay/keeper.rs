@@ -10,7 +10,7 @@
 //! worker. Both dying at once is the one case left to QEMU's `reconnect`.
 
 use super::kept::{self, Commit, Dropped, Kept, Reply, VERSION, Word};
-use crate::run::RunDir;
+use crate::{bound::Bound, run::RunDir};
 use anyhow::Context as _;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -40,6 +40,9 @@ use tracing::{error, info, warn};
 /// How long it stays without a volume: the supervisor starts it again when there is one.
 const IDLE: Duration = Duration::from_secs(5);
 
+/// How often it looks whether its socket is still there.
+const LOOK: Duration = Duration::from_secs(1);
+
 /// How often it looks whether a worker is needed.
 const ROUND: Duration = Duration::from_millis(5);
 
@@ -58,6 +61,9 @@ struct Keeper {
     run: RunDir,
     kept: Kept,
     listener: OwnedFd,
+    bound: Bound,
+    /// When it was looked at last.
+    looked: Instant,
     worker: Option<OwnedFd>,
     children: Vec<Child>,
     /// Where the descriptors of each volume are closed: a thread of its own, so that one whose end
@@ -75,12 +81,14 @@ pub(super) fn run(run: RunDir) -> anyhow::Result<()> {
     _ = rustix::process::setsid();
     umask(Mode::from_raw_mode(0o117));
     let path = run.relay().keeper_socket();
-    let listener = listen_at(&path).with_context(|| path.display().to_string())?;
+    let (listener, bound) = listen_at(&path).with_context(|| path.display().to_string())?;
     info!(run_dir = %run.path().display(), "keeping");
     let mut keeper = Keeper {
         run,
         kept: Kept::default(),
         listener,
+        bound,
+        looked: Instant::now(),
         worker: None,
         children: Vec::new(),
         closers: BTreeMap::new(),
@@ -93,7 +101,6 @@ pub(super) fn run(run: RunDir) -> anyhow::Result<()> {
         keeper.round()?;
     }
     info!("nothing to keep; ending");
-    _ = fs::remove_file(&path); // ours: the supervisor runs one at a time
     Ok(())
 }
 
@@ -107,18 +114,19 @@ fn closer() -> mpsc::Sender<Dropped> {
     sender
 }
 
-fn listen_at(path: &Path) -> io::Result<OwnedFd> {
+fn listen_at(path: &Path) -> io::Result<(OwnedFd, Bound)> {
     _ = fs::remove_file(path); // a predecessor's: the supervisor runs one at a time
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
     bind(&socket, &SocketAddrUnix::new(path)?)?;
     listen(&socket, 4)?;
-    Ok(socket)
+    Ok((socket, Bound::at(path)?))
 }
 
 impl Keeper {
     /// Waits for something to do, and does it.
     fn round(&mut self) -> anyhow::Result<()> {
+        self.keep_listening();
         self.children.retain_mut(|child| !matches!(child.try_wait(), Ok(Some(_))));
         if !self.kept.0.is_empty() {
             self.idle_since = Instant::now();
@@ -142,6 +150,23 @@ impl Keeper {
             self.accept();
         }
         Ok(())
+    }
+
+    /// Where its socket was removed, no other worker would find it.
+    fn keep_listening(&mut self) {
+        if self.looked.elapsed() < LOOK {
+            return;
+        }
+        self.looked = Instant::now();
+        if !self.bound.is_lost() {
+            return;
+        }
+        let path = self.run.relay().keeper_socket();
+        warn!(socket = %path.display(), "the socket was removed; listening anew");
+        match listen_at(&path) {
+            Ok((listener, bound)) => (self.listener, self.bound) = (listener, bound),
+            Err(error) => error!(%error, socket = %path.display(), "listening"),
+        }
     }
 
     /// Starts a worker, unless one runs that has not come to us yet: it holds its lock.

@@ -9,7 +9,7 @@ use super::{
     protocol::{Attach, LONGEST_LINE, Reply, Request, Status},
     volume::{Order, Volume},
 };
-use crate::{chain::Chain, run::RunDir, store, volume::RunKey};
+use crate::{bound::Bound, chain::Chain, run::RunDir, store, volume::RunKey};
 use anyhow::Context as _;
 use std::{
     collections::BTreeMap,
@@ -57,6 +57,7 @@ pub(super) fn run(run: RunDir) -> anyhow::Result<()> {
     let path = worker.run.relay().socket();
     _ = fs::remove_file(&path); // a predecessor's: we hold the lock
     let listener = UnixListener::bind(&path).context(path.display().to_string())?;
+    let bound = Bound::at(&path).context(path.display().to_string())?;
     let volumes = worker.volumes().len();
     info!(volumes, seconds = begin.elapsed().as_secs_f64(), "relaying");
     let other = worker.clone();
@@ -64,9 +65,13 @@ pub(super) fn run(run: RunDir) -> anyhow::Result<()> {
     loop {
         if !worker.keep.ends_within(ROUND) {
             worker.leave_if_orphaned();
+            if bound.is_lost() {
+                // It is given everything, and listens anew.
+                warn!(socket = %path.display(), "the socket was removed; leaving to the next worker");
+                return Ok(());
+            }
         } else if worker.volumes().is_empty() {
             info!("nothing to relay; ending");
-            _ = fs::remove_file(&path); // ours, as long as we hold the lock
             return Ok(());
         } else {
             worker.keep.renew();
@@ -195,6 +200,10 @@ impl Worker {
             Request::Attach(attach) => self.attach(attach).map(|()| Reply::Done),
             Request::Detach(key) => self.detach(&key).map(|()| Reply::Done),
             Request::List => Ok(Reply::List(self.status())),
+            Request::Look(key) => {
+                let volume = self.volumes().get(&key).map(|volume| Box::new(volume.status()));
+                Ok(Reply::Volume(volume))
+            }
             Request::Pause { key, most_ms } => {
                 let most = Duration::from_millis(most_ms);
                 self.ordered(&key, |reply| Order::Pause(most, reply))

@@ -6,7 +6,10 @@ use super::{
         Exit, Greeting, LONGEST_LINE, Process, Reply, Request, Signal, Spawn, State, VERSION,
     },
 };
-use crate::run::{DaemonKey, RunDir};
+use crate::{
+    bound::Bound,
+    run::{DaemonKey, RunDir},
+};
 use anyhow::Context as _;
 use futures_util::SinkExt as _;
 use rustix::{fs::Mode, process::umask};
@@ -15,6 +18,7 @@ use std::{
     fs::{self, File, OpenOptions},
     io,
     os::unix::fs::OpenOptionsExt as _,
+    path::Path,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
@@ -86,12 +90,16 @@ pub async fn run(run: RunDir) -> anyhow::Result<()> {
     };
     supervisor.adopt()?;
     tokio::spawn(supervisor.clone().attend_relay());
-    _ = fs::remove_file(&socket); // a predecessor's: we hold the lock
-    let listener = UnixListener::bind(&socket).context(socket.display().to_string())?;
+    let listening = listen(&socket)?;
     info!(run_dir = %supervisor.run.path().display(), "supervising");
-    let served = supervisor.serve(&listener).await;
-    _ = fs::remove_file(&socket);
-    served
+    supervisor.serve(listening).await
+}
+
+fn listen(socket: &Path) -> anyhow::Result<(UnixListener, Bound)> {
+    _ = fs::remove_file(socket); // a predecessor's: we hold the lock
+    let text = || socket.display().to_string();
+    let listener = UnixListener::bind(socket).with_context(text)?;
+    Ok((listener, Bound::at(socket).with_context(text)?))
 }
 
 async fn lock(run: &RunDir) -> anyhow::Result<File> {
@@ -106,7 +114,7 @@ async fn lock(run: &RunDir) -> anyhow::Result<File> {
 }
 
 impl Supervisor {
-    async fn serve(&self, listener: &UnixListener) -> anyhow::Result<()> {
+    async fn serve(&self, (mut listener, mut bound): (UnixListener, Bound)) -> anyhow::Result<()> {
         let mut terminate = signal(SignalKind::terminate())?;
         let mut round = interval(ROUND);
         let mut idle_since = None;
@@ -121,6 +129,10 @@ impl Supervisor {
                     Err(error) => warn!(%error, "accepting"),
                 },
                 _ = round.tick() => {
+                    if bound.is_lost() {
+                        warn!("the socket was removed; listening anew");
+                        (listener, bound) = listen(&self.run.supervisor_socket())?;
+                    }
                     self.trim_logs();
                     let since = *idle_since.get_or_insert_with(Instant::now);
                     match self.is_idle() {

@@ -530,6 +530,39 @@ fn a_back_end_that_always_fails_does_not_hold_up_a_detach() {
     drop(fake);
 }
 
+#[test]
+fn a_relay_whose_sockets_were_removed_is_reached_again() {
+    let mut relay = Relay::start();
+    let key = relay.serve(1);
+    let mut disk = Disk::open(&relay.socket(&key));
+    let (keeper, worker) = (relay.keeper(), relay.worker());
+    for socket in ["relay.sock", "keeper.sock"] {
+        std::fs::remove_file(relay.run().join("relay").join(socket)).unwrap();
+    }
+    disk.works(0, 1);
+    until("another worker answers", || relay.worker() != worker);
+    assert!(is_alive(keeper));
+    disk.works(1, 2);
+    let other = relay.serve(2);
+    Disk::open(&relay.socket(&other)).works(0, 1);
+}
+
+#[test]
+fn a_relay_that_ends_leaves_the_sockets_of_the_next_one() {
+    let mut relay = Relay::start();
+    let before = relay.worker();
+    let mut first = relay.begin_anew();
+    let key = relay.serve(1);
+    let worker = relay.worker();
+    until("it had nothing to do", || first.try_wait().unwrap().is_some() && !is_alive(before));
+    assert_eq!(relay.worker(), worker);
+    Disk::open(&relay.socket(&key)).works(0, 1);
+    relay.attach(&process::key(2));
+    relay.kill_keeper();
+    relay.start_keeper();
+    Disk::open(&relay.socket(&key)).works(1, 1);
+}
+
 fn hold_back(relay: &Relay, key: &str) -> serde_json::Value {
     relay.ask(&json!({"pause": {"key": key, "most_ms": 30_000}}))
 }

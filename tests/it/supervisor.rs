@@ -100,3 +100,23 @@ async fn a_process_that_holds_the_place_of_a_daemon_makes_way() {
     driver.remove("pvc-1").await;
     driver.assert_empty().await;
 }
+
+/// By an operator who clears what looks old, say.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_supervisor_whose_socket_was_removed_is_reached_again() {
+    let driver = Driver::start().await;
+    driver.create("pvc-1").await;
+    driver.create("pvc-2").await;
+    driver.attach("pvc-1").await;
+    let guest = Guest::connect(&driver.socket("pvc-1"));
+    let (supervisors, daemons) = (supervisors_of(&driver.path("run")), driver.daemons().await);
+    fs::remove_file(driver.path("run/supervisor.sock")).unwrap();
+    persist(async || driver.stage("pvc-2").await).await;
+    driver.publish("pvc-2").await.unwrap();
+    guest.act(vec![Action::Write { sectors: 0..8, stamp: 1 }]).await;
+    assert_eq!(supervisors_of(&driver.path("run")), supervisors);
+    assert!(driver.daemons().await.contains(&daemons[0]));
+    drop(guest);
+    driver.detach("pvc-2").await;
+    driver.detach("pvc-1").await;
+}

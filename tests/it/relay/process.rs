@@ -56,6 +56,15 @@ impl Relay {
         self.keeper = Some(command.spawn().unwrap());
     }
 
+    /// Another keeper in another run directory at the same place, as after one was wiped; the first.
+    pub(crate) fn begin_anew(&mut self) -> Child {
+        let keeper = self.keeper.take().unwrap();
+        rustix::fs::rename(self.run(), self.path("old")).unwrap();
+        fs::create_dir_all(self.run().join("relay")).unwrap();
+        self.start_keeper();
+        keeper
+    }
+
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.scratch.path().join(name)
     }
