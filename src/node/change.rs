@@ -150,7 +150,7 @@ impl Node {
     }
 
     pub(super) async fn has_guest(&self, id: &VolumeId) -> bool {
-        self.relayed().await.get(&id.run_key()).is_some_and(|one| one.front_end.is_some())
+        self.relay.look_at(&id.run_key()).await.is_some_and(|one| one.front_end.is_some())
     }
 
     /// Changes the limits of a volume: those that are named, all of them or none.

@@ -256,10 +256,19 @@ impl HostPath {
     }
 
     fn is_mount_root(&self) -> Result<bool, Error> {
-        let flags = AtFlags::SYMLINK_NOFOLLOW;
-        let data = statx(CWD, &self.path, flags, StatxFlags::empty())
-            .map_err(|error| self.io("looking at")(error.into()))?;
-        Ok(data.stx_attributes.contains(StatxAttributes::MOUNT_ROOT))
+        Ok(self.mounted_device()?.is_some())
+    }
+
+    /// The device of the file system whose root is mounted here, if any. What is mounted is not
+    /// asked, as it may hang: the kernel tells by itself. It is as fast with a thousand mounts.
+    fn mounted_device(&self) -> Result<Option<(u32, u32)>, Error> {
+        let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
+        let data = match statx(CWD, &self.path, flags, StatxFlags::empty()) {
+            Err(Errno::NOENT) => return Ok(None),
+            data => data.map_err(|error| self.io("looking at")(error.into()))?,
+        };
+        let is_root = data.stx_attributes.contains(StatxAttributes::MOUNT_ROOT);
+        Ok(is_root.then_some((data.stx_dev_major, data.stx_dev_minor)))
     }
 
     /// Whether the topmost mount here shows the published directory of the volume `key`.

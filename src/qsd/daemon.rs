@@ -321,10 +321,11 @@ impl Launch {
             return Err(Error::Foreign { pid, what });
         }
         // Work of an earlier driver: what it moved stays moved, but nobody records an end.
-        if daemon.end_jobs().await? == Jobs::ChangedGraph {
-            return outdated("has merged layers");
-        }
-        let (stack, besides) = daemon.layers().await?;
+        let (stack, besides) = match daemon.end_jobs().await? {
+            Jobs::None => (stack, besides),
+            Jobs::LeftGraph => daemon.layers().await?,
+            Jobs::ChangedGraph => return outdated("has merged layers"),
+        };
         if stack != own || !besides.is_empty() {
             return outdated("has other layers");
         }
@@ -336,7 +337,7 @@ impl Launch {
         }
         daemon.set_readers(&self.readers).await?;
         daemon.freeze(self.layers.get(1..).unwrap_or_default()).await?;
-        daemon.set_throttle(&self.throttle).await?;
+        daemon.require_throttle(&self.throttle).await?;
         Ok(daemon)
     }
 }

@@ -279,6 +279,17 @@ fn node(arguments: Value) -> Command {
     Command::new("blockdev-add", arguments)
 }
 
+/// Asks what is let pass.
+pub(super) fn query_throttle() -> Command {
+    let path = format!("/objects/{THROTTLE}");
+    Command::new("qom-get", json!({ "path": path, "property": "limits" }))
+}
+
+/// Whether the answer to that says just this.
+pub(super) fn is_throttle(answer: &Value, throttle: &Throttle) -> bool {
+    throttle.qemu().all(|(name, value)| answer[name] == value)
+}
+
 /// Changes what is let pass.
 pub(super) fn set_throttle(throttle: &Throttle) -> Command {
     let path = format!("/objects/{THROTTLE}");
@@ -669,6 +680,25 @@ mod test {
         assert_eq!(layers(&edges), (vec!["L1".to_owned(), "L0".to_owned()], set(&["L2"])));
         edges.insert(0, edge(4, "backing", 2)); // round and round
         assert_eq!(layers(&edges).1, set(&["L0", "L2"]));
+    }
+
+    #[test]
+    fn limits_are_known_from_the_answer_of_a_daemon() {
+        let limited = |iops: &str| {
+            let changes = [("iops".to_owned(), iops.to_owned())].into();
+            Throttle::default().with(&changes).unwrap()
+        };
+        let answer = Value::from(
+            Throttle::default()
+                .qemu()
+                .map(|(name, _)| (name.to_owned(), u64::from(name == "iops-total") * 500))
+                .map(|(name, value)| (name, value.into()))
+                .collect::<Map<_, _>>(),
+        );
+        assert!(is_throttle(&answer, &limited("500")));
+        assert!(!is_throttle(&answer, &limited("501")));
+        assert!(!is_throttle(&answer, &Throttle::default()));
+        assert!(!is_throttle(&json!({}), &Throttle::default()));
     }
 
     #[test]

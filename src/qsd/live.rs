@@ -32,6 +32,8 @@ const LOOK: Duration = Duration::from_millis(1);
 /// What an earlier driver's jobs left of the graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Jobs {
+    /// There were none.
+    None,
     /// It is as it was built.
     LeftGraph,
     /// A job ended well, and changed it.
@@ -119,6 +121,9 @@ impl Daemon {
     /// Opens those of these layers, each on the next, read-only again that are open for writing: a
     /// job that ended early leaves one so, and nobody else could open it.
     pub async fn freeze(&self, layers: &[Layer]) -> Result<(), Error> {
+        if layers.is_empty() {
+            return Ok(());
+        }
         let nodes = self.execute(graph::query_nodes()).await?;
         for (place, layer) in layers.iter().enumerate() {
             if graph::is_writable(layer, &nodes) {
@@ -126,6 +131,17 @@ impl Daemon {
             }
         }
         Ok(())
+    }
+
+    /// Sees to it that so much is let pass. What is so already is not said again: QEMU reads each
+    /// byte of a command by itself (a wait in its main loop and a `recvmsg`, some 3 µs), and has the
+    /// time of hundreds of volumes when a driver starts.
+    pub(super) async fn require_throttle(&self, throttle: &Throttle) -> Result<(), Error> {
+        let limits = self.execute(graph::query_throttle()).await?;
+        if graph::is_throttle(&limits, throttle) {
+            return Ok(());
+        }
+        self.set_throttle(throttle).await
     }
 
     /// Lets pass so much from now on.
@@ -337,7 +353,7 @@ impl Daemon {
     pub async fn end_jobs(&self) -> Result<Jobs, Error> {
         let jobs = self.execute(Command::new("query-jobs", json!({}))).await?;
         if jobs.as_array().is_none_or(Vec::is_empty) {
-            return Ok(Jobs::LeftGraph);
+            return Ok(Jobs::None);
         }
         match self.cancel_job().await? {
             JobState::Done => Ok(Jobs::ChangedGraph),

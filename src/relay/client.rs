@@ -1,7 +1,7 @@
 //! The driver's side of the relay. The supervisor starts it; where it does not answer, it is waited
 //! for a little.
 
-use super::protocol::{Attach, LONGEST_LINE, Reply, Request, Status};
+use super::protocol::{Attach, LONGEST_LINE, Relayed, Reply, Request, Status};
 use crate::{blocking::blocking, run::RunDir, volume::RunKey};
 use std::{
     io::{self, BufRead as _, BufReader, Read as _, Write as _},
@@ -83,7 +83,19 @@ impl Client {
         }
     }
 
-    /// The same, and blocking.
+    /// What a relay that answers at once knows of one volume.
+    pub async fn look_at(&self, key: &RunKey) -> Option<Relayed> {
+        match self.ask(Request::Look(key.clone()), Duration::ZERO).await {
+            Ok(Reply::Volume(volume)) => volume.map(|volume| *volume),
+            // It does not know the question yet.
+            Ok(Reply::Refused(_)) => {
+                self.look().await?.volumes.into_iter().find(|volume| volume.key == *key)
+            }
+            Ok(_) | Err(_) => None,
+        }
+    }
+
+    /// All it serves, and blocking.
     pub fn look_now(&self) -> Option<Status> {
         match exchange(&self.run.relay().socket(), &Request::List) {
             Ok(Reply::List(status)) => Some(status),

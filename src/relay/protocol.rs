@@ -18,6 +18,8 @@ pub(super) enum Request {
     Detach(RunKey),
     /// Tell of everything.
     List,
+    /// Tell of one volume. A relay of an earlier version refuses.
+    Look(RunKey),
     /// Hold the requests of a volume back, at most so long, and answer once none is in flight.
     Pause { key: RunKey, most_ms: u64 },
     /// Let them flow again.
@@ -52,6 +54,8 @@ pub(super) enum Reply {
     /// For how long the rings stood still, in microseconds.
     Switched(u64),
     List(Status),
+    /// The volume, if it is served.
+    Volume(Option<Box<Relayed>>),
     /// It did not do it, and why.
     Refused(String),
 }

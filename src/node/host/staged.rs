@@ -24,10 +24,9 @@ impl HostPath {
         }
         let here = Self { field: self.field, path: self.path.join(name) };
         let source = dir.join(name);
-        let is = Self { field: self.field, path: source.clone() }.mounted()?;
-        // By their numbers: what is mounted there may hang.
-        while let Some(mounted) = here.mounted()? {
-            if is.as_ref().is_some_and(|is| is.device == mounted.device) {
+        let is = Self { field: self.field, path: source.clone() }.mounted_device()?;
+        while let Some(mounted) = here.mounted_device()? {
+            if is == Some(mounted) {
                 return Ok(());
             }
             here.unmount()?;
