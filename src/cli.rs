@@ -22,6 +22,7 @@ use std::{
     process::ExitCode,
     str::FromStr,
 };
+use tracing::Level;
 use tracing_subscriber::EnvFilter;
 
 /// CSI driver on qemu-storage-daemon: local disks for virtual machines.
@@ -109,9 +110,15 @@ async fn supervise(run_dir: &Path) -> anyhow::Result<()> {
 
 /// Logs go to standard error: for people where that is a terminal, else one JSON object a line.
 /// `QSD_CSI_LOG_FORMAT` (`text` or `json`) says otherwise, and holds for all processes that are
-/// started from here. `QSD_CSI_LOG` sets what is logged, in the words of tracing's `EnvFilter`.
+/// started from here. `QSD_CSI_LOG` sets what is logged: a level of our own, or what else tracing's
+/// `EnvFilter` knows.
 fn start_tracing(default: &str) {
-    let filter = EnvFilter::try_from_env("QSD_CSI_LOG").unwrap_or_else(|_| EnvFilter::new(default));
+    let wished = std::env::var("QSD_CSI_LOG").unwrap_or_else(|_| default.to_owned());
+    let wished = match wished.parse::<Level>() {
+        Ok(level) => format!("{},qsd_csi={level}", level.min(Level::WARN)), // of libraries, no more
+        Err(_) => wished,
+    };
+    let filter = EnvFilter::try_new(wished).unwrap_or_else(|_| EnvFilter::new(default));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
     let is_for_people = match std::env::var("QSD_CSI_LOG_FORMAT").as_deref() {
         Ok("text") => true,

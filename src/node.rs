@@ -443,6 +443,11 @@ impl Node {
         &self.config.name
     }
 
+    /// The directory with all that need not outlive a reboot.
+    pub fn run_dir(&self) -> &Path {
+        self.config.run.path()
+    }
+
     /// The volumes of the node.
     pub fn volumes(&self) -> &Arc<Volumes> {
         &self.volumes

@@ -17,7 +17,7 @@ use pb::{
     volume_capability::{AccessMode, AccessType, MountVolume, access_mode::Mode},
     volume_content_source::{SnapshotSource, Type as Content, VolumeSource},
 };
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, path::PathBuf};
 use tonic::{
     Code, Status, Streaming,
     transport::{Channel, Endpoint as Address},
@@ -93,6 +93,8 @@ impl FromIterator<(i64, Vec<pb::BlockMetadata>)> for Ranges {
 /// All there is on a node.
 #[derive(Debug, Default)]
 pub(super) struct Things {
+    /// The run directory of the driver, by one that tells it.
+    pub(super) run_dir: Option<PathBuf>,
     pub(super) pools: Vec<inspect::Pool>,
     pub(super) layers: Vec<inspect::Layer>,
     pub(super) volumes: Vec<inspect::Volume>,
@@ -264,6 +266,7 @@ impl Client {
                 Thing::Layer(layer) => things.layers.push(layer),
                 Thing::Volume(volume) => things.volumes.push(volume),
                 Thing::Snapshot(snapshot) => things.snapshots.push(snapshot),
+                Thing::Driver(driver) => things.run_dir = Some(driver.run_directory.into()),
             }
         }
         Ok(things)
@@ -402,9 +405,11 @@ fn next(about: About, code: Code) -> &'static str {
         (Code::FailedPrecondition, _) => "see what stands in the way: qsd-csi volume show",
         (Code::Aborted, _) => "wait a moment and try again",
         (Code::Unimplemented, _) => "the driver is older than this program; start the driver anew",
-        (Code::Unavailable, _) => "try again; the log of the driver says more",
+        (Code::Unavailable, _) => "try again; `qsd-csi doctor` and the log of the driver say more",
         (Code::ResourceExhausted, _) => "free some space, or ask for less",
-        (Code::Internal | Code::Unknown, _) => "the log of the driver says more",
+        (Code::Internal | Code::Unknown, _) => {
+            "`qsd-csi doctor` and the log of the driver say more"
+        }
         _ => "",
     }
 }

@@ -3,7 +3,7 @@
 use super::{
     client::Driver,
     output::{Output, say, say_json},
-    standalone::PoolAt,
+    standalone::{PoolAt, RUN_DIR},
 };
 use crate::{
     doctor::{Config, Cured, Report},
@@ -20,9 +20,10 @@ pub(super) struct Args {
     /// driver is asked for its pools
     #[arg(long = "pool", value_name = "NAME=DIR")]
     pools: Vec<PoolAt>,
-    /// Run directory of the driver; need not be there
-    #[arg(long, value_name = "DIR", default_value = "/run/qsd-csi")]
-    run_dir: PathBuf,
+    /// Run directory of the driver; need not be there. Without it, the driver is asked
+    /// [default: /run/qsd-csi, where no driver answers]
+    #[arg(long, value_name = "DIR")]
+    run_dir: Option<PathBuf>,
     /// Remove what is provably worth nothing; only while no driver runs
     #[arg(long)]
     fix: bool,
@@ -68,7 +69,9 @@ pub(super) async fn run(args: Args) -> anyhow::Result<ExitCode> {
             pools.push((name.parse()?, dir.into()));
         }
     }
-    let config = Config { pools, run_dir: args.run_dir };
+    let told = asked.as_ref().ok().and_then(|asked| asked.run_dir.clone());
+    let run_dir = args.run_dir.or(told).unwrap_or_else(|| RUN_DIR.into());
+    let config = Config { pools, run_dir };
     let fix = args.fix;
     let looked = tokio::task::spawn_blocking(move || {
         if fix { config.cure() } else { config.examine().map(|report| (report, Vec::new())) }
@@ -90,6 +93,7 @@ pub(super) async fn run(args: Args) -> anyhow::Result<ExitCode> {
 
 /// What a driver that runs has to say itself.
 struct Asked {
+    run_dir: Option<PathBuf>,
     pools: Vec<(String, String)>,
     /// The volumes of which it says that something is wrong, and what.
     ill: Vec<(String, String)>,
@@ -98,8 +102,9 @@ struct Asked {
 async fn ask(driver: &Driver) -> anyhow::Result<Asked> {
     let mut client = driver.connect().await?;
     let things = client.look().await?;
+    let run_dir = things.run_dir;
     let pools = things.pools.into_iter().map(|pool| (pool.name, pool.directory)).collect();
-    Ok(Asked { pools, ill: client.ill().await? })
+    Ok(Asked { run_dir, pools, ill: client.ill().await? })
 }
 
 impl Asked {

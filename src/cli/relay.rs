@@ -1,6 +1,6 @@
 //! `qsd-csi relay`: the relay process, and orders for it.
 
-use super::block_on;
+use super::{block_on, standalone::RUN_DIR};
 use crate::{
     relay::{self, Client},
     run::RunDir,
@@ -14,7 +14,7 @@ use std::{
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
     /// Run directory of the driver
-    #[arg(long, value_name = "DIR", default_value = "/run/qsd-csi")]
+    #[arg(long, value_name = "DIR", default_value = RUN_DIR)]
     run_dir: PathBuf,
     #[command(subcommand)]
     order: Option<Order>,

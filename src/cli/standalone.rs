@@ -41,6 +41,9 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::Server;
 use tracing::{info, warn};
 
+/// Where a driver has its sockets, where nobody says otherwise.
+pub(super) const RUN_DIR: &str = "/run/qsd-csi";
+
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
     /// Socket to serve CSI on
@@ -50,7 +53,7 @@ pub(super) struct Args {
     #[arg(long, value_name = "NAME")]
     node_id: NodeName,
     /// Directory for sockets and for what need not outlive a reboot; on tmpfs, with a short path
-    #[arg(long, value_name = "DIR", default_value = "/run/qsd-csi")]
+    #[arg(long, value_name = "DIR", default_value = RUN_DIR)]
     run_dir: PathBuf,
     /// A pool and the directory that holds its volumes; may be given several times
     #[arg(long = "pool", value_name = "NAME=DIR", required = true)]

@@ -65,12 +65,14 @@ impl inspect_server::Inspect for Inspect {
         &self,
         _request: Request<pb::LookRequest>,
     ) -> Result<Response<Answer<pb::Thing>>, Status> {
+        let run_directory = self.0.node.run_dir().display().to_string();
         let things = self.look(Chains::LeftOut, |teller| {
+            let driver = [thing::Thing::Driver(pb::Driver { run_directory })].into_iter();
             let pools = teller.pools().into_iter().map(thing::Thing::Pool);
             let layers = teller.layers().into_iter().map(thing::Thing::Layer);
             let volumes = teller.volumes().into_iter().map(thing::Thing::Volume);
             let snapshots = teller.snapshots().into_iter().map(thing::Thing::Snapshot);
-            let all = pools.chain(layers).chain(volumes).chain(snapshots);
+            let all = driver.chain(pools).chain(layers).chain(volumes).chain(snapshots);
             all.map(|thing| pb::Thing { thing: Some(thing) }).collect()
         });
         Ok(stream(things.await))

@@ -445,6 +445,18 @@ async fn what_is_staged_is_looked_at_without_a_driver() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_driver_that_answers_says_where_it_keeps_all() {
+    let driver = Driver::start().await;
+    driver.create("vm").await;
+    let mut doctor = qsd_csi();
+    doctor.args(["doctor", "--output", "json", "--endpoint", &driver.endpoint()]);
+    let output = doctor.output().unwrap();
+    let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&answer["healthy"], &answer["volumes"]), (&true.into(), &1.into()), "{answer}");
+    assert!(answer["driver_pid"].is_u64(), "{answer}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn what_nobody_knows_in_the_run_directory_is_removed() {
     let mut driver = Driver::start().await;
     driver.published("vm").await;

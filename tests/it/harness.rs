@@ -298,6 +298,7 @@ impl Driver {
                 thing::Thing::Layer(layer) => things.layers.push(layer),
                 thing::Thing::Volume(volume) => things.volumes.push(volume),
                 thing::Thing::Snapshot(snapshot) => things.snapshots.push(snapshot),
+                thing::Thing::Driver(_) => {}
             }
         }
         things

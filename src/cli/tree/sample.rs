@@ -39,6 +39,7 @@ pub(super) fn things() -> Things {
     };
     let source = Some(Source::SourceVolumeId("base".into()));
     Things {
+        run_dir: None,
         volumes: vec![
             volume("base"),
             volume("blank"),
