@@ -85,14 +85,7 @@ impl Surroundings<'_> {
         let dir = self.run.volume(key);
         match store::load::<Note>(&dir.reader()) {
             Ok(None) => {}
-            Ok(Some(note)) => {
-                if self.reads(&note) {
-                    found.explained.insert(key.clone());
-                } else {
-                    found.pending.push(format!("end of a reader of volume {}", note.volume));
-                }
-                return;
-            }
+            Ok(Some(note)) => return self.examine_reader(key, &note, found),
             Err(error) => {
                 found.explained.insert(key.clone());
                 let (about, what) = (format!("reader {key}"), Chain(&error).to_string());
@@ -129,10 +122,29 @@ impl Surroundings<'_> {
         }
     }
 
-    fn reads(&self, note: &Note) -> bool {
-        let dir = self.run.volume(&note.volume.run_key());
-        let attachment = store::load::<Attachment>(&dir.attachment()).ok().flatten();
-        attachment.is_some_and(|attachment| note.is_wanted(&attachment))
+    fn examine_reader(&self, key: &RunKey, note: &Note, found: &mut Examined) {
+        let id = &note.volume;
+        let attachment = self.run.volume(&id.run_key()).attachment();
+        match store::load::<Attachment>(&attachment) {
+            Ok(Some(attachment)) if note.is_wanted(&attachment) => {
+                found.explained.insert(key.clone());
+            }
+            Ok(_) => found.pending.push(format!("end of a reader of volume {id}")),
+            Err(error) => {
+                found.explained.insert(key.clone());
+                let what = format!(
+                    "nobody knows whether it is published at {}, to be read: {}",
+                    note.target.display(),
+                    Chain(&error)
+                );
+                found.findings.push(
+                    Finding::new(Weight::Trouble, "reader-unclear", about(id), what)
+                        .at(self.run.volume(key).path())
+                        .means("who reads there goes on; the data is safe")
+                        .next("see what is said of the attachment of the volume"),
+                );
+            }
+        }
     }
 
     fn examine_unexplained(&self, key: &RunKey, found: &mut Examined) {

@@ -149,15 +149,17 @@ impl Node {
     }
 
     /// Removes what is left of a reader at start-up, unless its volume is staged and published there
-    /// still. Whether this part of the run directory is a reader's.
+    /// still, or may be. Whether this part of the run directory is a reader's.
     pub(super) async fn settle_reader(&self, key: &RunKey) -> Result<bool, Error> {
         let dir = self.reader_dir(key);
         let note = store::load::<Note>(&dir.reader())
             .map_err(|source| Error::Attachment { key: key.clone(), source })?;
         let Some(Note { volume, target, .. }) = note else { return Ok(false) };
-        let attachment = store::load::<Attachment>(&self.dir(&volume).attachment());
+        // One that cannot be read may want it: nobody knows, and a VM may be at work on it.
+        let attachment = store::load::<Attachment>(&self.dir(&volume).attachment())
+            .map_err(|source| Error::Attachment { key: volume.run_key(), source })?;
         let note = Note { version: Version, volume, target };
-        let is_wanted = attachment.ok().flatten().is_some_and(|one| note.is_wanted(&one));
+        let is_wanted = attachment.is_some_and(|one| note.is_wanted(&one));
         let Note { volume, target, .. } = note;
         if !is_wanted {
             info!(%volume, target_path = %target.display(), "clearing what a reader left");

@@ -4,10 +4,12 @@ use crate::{
     copies::Source,
     disk::SmallDisk,
     harness::{
-        Driver, create_request, is_alive, loops_below, mounts_below, names, qsd_csi, relays_of,
-        signal, supervisors_of, until,
+        Driver, create_request, is_alive, loops_below, mount, mounts_below, names, qsd_csi,
+        relays_of, signal, supervisors_of, until,
     },
+    model::guest::Guest,
 };
+use qsd_csi::csi::pb::csi::{self as pb, volume_capability::access_mode::Mode};
 use serde_json::Value;
 use std::{
     collections::BTreeMap,
@@ -441,6 +443,62 @@ async fn what_is_staged_is_looked_at_without_a_driver() {
     until("it serves again", async || driver.doctor(&[]).is_well()).await;
     driver.unstage("vm").await.unwrap();
     driver.delete("vm").await.unwrap();
+    driver.assert_empty().await;
+}
+
+/// Which targets are read is in the attachment of the volume alone.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reader_of_a_volume_whose_attachment_cannot_be_read_is_named_and_left_alone() {
+    let mut driver = Driver::start().await;
+    let capability = mount(Mode::MultiNodeMultiWriter);
+    let mut request = create_request("vm", SIZE);
+    request.volume_capabilities = vec![capability.clone()];
+    driver.controller().create_volume(request).await.unwrap();
+    let mut request = driver.stage_request("vm");
+    request.volume_capability = Some(capability.clone());
+    fs::create_dir_all(&request.staging_target_path).unwrap();
+    driver.node().node_stage_volume(request).await.unwrap();
+    let part = driver.part();
+    let mut request = driver.publish_request("vm");
+    request.volume_capability = Some(capability);
+    driver.node().node_publish_volume(request.clone()).await.unwrap();
+    request.target_path = driver.text("target-reader");
+    request.readonly = true;
+    driver.node().node_publish_volume(request.clone()).await.unwrap();
+    let readers = names(&driver.path("run")).into_iter().filter(|name| name.len() == 32);
+    let readers: Vec<_> = readers.map(|name| driver.path("run").join(name)).collect();
+    let reader = readers.iter().find(|dir| **dir != part).unwrap();
+    let target = driver.path("target-reader");
+    driver.kill();
+    assert!(driver.doctor(&[]).is_well(), "{}", driver.doctor(&[]).answer);
+    let attachment = part.join("attachment.json");
+    let whole = fs::read(&attachment).unwrap();
+    cut(&attachment, 20);
+    let kept = [Tree::of(reader), Tree::of(&part)];
+    for more in [&[][..], &["--fix"]] {
+        let said = driver.doctor(more);
+        assert!(said.names("reader-unclear", "target-reader"), "{}", said.answer);
+        assert!(said.names("attachment-unreadable", "volume vm"), "{}", said.answer);
+        assert_eq!(said.findings().len(), 2, "{}", said.answer);
+    }
+    let stays = |when: &str| {
+        assert!([Tree::of(reader), Tree::of(&part)] == kept, "{when}");
+        assert!(mounts_below(target.parent().unwrap()).contains(&target), "{when}");
+    };
+    stays("after a fix");
+    driver.launch(&[], None);
+    driver.answers().await;
+    stays("after a start");
+    put(&attachment, &whole);
+    driver.restart().await;
+    assert!(driver.doctor(&[]).is_well(), "{}", driver.doctor(&[]).answer);
+    drop(Guest::connect(&target.join("vhost.sock")));
+    let request = pb::NodeUnpublishVolumeRequest {
+        volume_id: request.volume_id,
+        target_path: request.target_path,
+    };
+    driver.node().node_unpublish_volume(request).await.unwrap();
+    driver.remove("vm").await;
     driver.assert_empty().await;
 }
 
