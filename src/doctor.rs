@@ -9,7 +9,7 @@
 use crate::{
     chain::Chain,
     finding::{Cure, Finding, Weight},
-    node::{Examined, Surroundings},
+    node::{Examined, Surroundings, device::Detached},
     pool::{self, Pool},
     run::{DaemonKey, RunDir, Slot},
     store::{self, Locks},
@@ -21,7 +21,6 @@ use std::{
     io,
     os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
-    process::Command,
     sync::Arc,
     thread::sleep,
     time::Duration,
@@ -117,7 +116,7 @@ impl Config {
 
     /// Removes what is provably worth nothing, once it has locked everything that a driver would,
     /// and looked again under these locks.
-    pub fn cure(&self) -> Result<(Report, Vec<Cured>), Error> {
+    pub async fn cure(&self) -> Result<(Report, Vec<Cured>), Error> {
         let locks = Locks::read().map_err(failed("/proc/locks"))?;
         let _run = self.run()?.map(|run| hold(run.path(), &locks)).transpose()?;
         let mut pools = Vec::new();
@@ -130,9 +129,15 @@ impl Config {
         let mut report = self.look()?;
         let (curable, rest) = report.findings.drain(..).partition(|one| one.cure.is_some());
         report.findings = rest;
+        let mut curable = Vec::from_iter::<Vec<Finding>>(curable);
+        // What is mounted or attached goes before what it shows: it is known by that.
+        curable.sort_by_key(|one| matches!(one.cure, Some(Cure::RemovePart(_))));
         let mut cured = Vec::new();
-        for finding in Vec::from_iter::<Vec<Finding>>(curable) {
-            let trouble = finding.cure.as_ref().and_then(|cure| self.apply(cure).err());
+        for finding in curable {
+            let trouble = match &finding.cure {
+                Some(cure) => self.apply(cure).await.err(),
+                None => None,
+            };
             cured.push(Cured { finding, trouble });
         }
         // What else was wrong with what is gone is not wrong any more.
@@ -144,7 +149,9 @@ impl Config {
         Ok((report, cured))
     }
 
-    fn apply(&self, cure: &Cure) -> io::Result<()> {
+    /// A mount or a device is taken away the way the driver does it, if it is still the one that was
+    /// looked at.
+    async fn apply(&self, cure: &Cure) -> io::Result<()> {
         match cure {
             Cure::RemoveFile(path) => {
                 if let Some((pid, _)) = openers(|open| open == path)?.pop_first() {
@@ -152,16 +159,12 @@ impl Config {
                 }
                 store::remove(path).map_err(io::Error::other)
             }
-            Cure::Unmount(point) => {
-                let flags = rustix::mount::UnmountFlags::NOFOLLOW;
-                rustix::mount::unmount(point, flags).map_err(io::Error::from)
-            }
-            Cure::Detach(number) => {
-                let device = format!("/dev/loop{number}");
-                let output = Command::new("losetup").arg("--detach").arg(device).output()?;
-                let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-                if output.status.success() { Ok(()) } else { Err(io::Error::other(said)) }
-            }
+            Cure::Unmount(mounted) => mounted.unmount(),
+            Cure::Detach(device) => match device.detach().await {
+                Ok(Detached::Now) => Ok(()),
+                Ok(Detached::Later) => Err(io::Error::other("somebody has it open")),
+                Err(error) => Err(io::Error::other(Chain(&error).to_string())),
+            },
             Cure::RemovePart(key) => match self.run().map_err(io::Error::other)? {
                 Some(run) => remove_part(&run, key),
                 None => Ok(()),

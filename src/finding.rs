@@ -2,7 +2,10 @@
 //!
 //! Whoever knows a thing says what is wrong with it (`volume`, `node`); `doctor` collects that.
 
-use crate::volume::RunKey;
+use crate::{
+    node::{Mounted, device::LoopDevice},
+    volume::RunKey,
+};
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -47,9 +50,9 @@ pub enum Cure {
     /// A file is removed, if nobody has it open.
     RemoveFile(PathBuf),
     /// A mount is taken away, if nobody uses it.
-    Unmount(PathBuf),
+    Unmount(Mounted),
     /// A loop device is taken from a file that is gone or of nobody.
-    Detach(u32),
+    Detach(LoopDevice),
     /// A part of the run directory is removed.
     RemovePart(RunKey),
 }

@@ -52,7 +52,7 @@ pub use ephemeral::Inline;
 pub use examine::{Examined, Surroundings};
 pub use form::{Capability, Form, Group};
 pub use health::{Part, Staged, View};
-pub use host::{Bound, Error as HostError, HostPath};
+pub use host::{Bound, Error as HostError, HostPath, Mounted};
 pub use publish::Publish;
 pub use relayed::Relayed;
 pub use stage::Stage;

@@ -73,10 +73,11 @@ pub(super) async fn run(args: Args) -> anyhow::Result<ExitCode> {
     let run_dir = args.run_dir.or(told).unwrap_or_else(|| RUN_DIR.into());
     let config = Config { pools, run_dir };
     let fix = args.fix;
-    let looked = tokio::task::spawn_blocking(move || {
-        if fix { config.cure() } else { config.examine().map(|report| (report, Vec::new())) }
-    });
-    let (mut report, cured) = looked.await??;
+    let (mut report, cured) = if fix {
+        config.cure().await?
+    } else {
+        (tokio::task::spawn_blocking(move || config.examine()).await??, Vec::new())
+    };
     match (asked, report.driver) {
         (Ok(asked), Some(_)) => asked.tell(&mut report),
         (Err(error), Some(pid)) => report.findings.push(deaf(pid, &error)),

@@ -74,6 +74,8 @@ pub enum Detached {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoopDevice {
     number: u32,
+    /// Tells it from another one that gets the number, and a file of the same name, later.
+    sequence: Option<u64>,
     file: PathBuf,
     access: Access,
 }
@@ -109,10 +111,12 @@ impl LoopDevice {
         status::is_over(number, file)
     }
 
-    /// The devices over files below a directory, each with the name of its file. Nothing is asked that
-    /// could hang.
-    pub fn below(dir: &Path) -> io::Result<Vec<(u32, PathBuf)>> {
-        status::below(dir)
+    /// The devices over files below a directory, be they alive or dead. Nothing is asked that could
+    /// hang.
+    pub fn below(dir: &Path) -> io::Result<Vec<Self>> {
+        let numbers = status::attached(|name| name.starts_with(dir))?.into_iter();
+        let device = |number| Some(Self::dead(number, &status::backing_file(number)?));
+        Ok(numbers.filter_map(device).collect())
     }
 
     /// Every device over what is at this path, or was: removed since, or with a daemon that is gone.
@@ -211,8 +215,7 @@ impl LoopDevice {
         for number in numbers {
             let Ok(Some(status)) = status::query(number).await else { continue };
             if status.is_over(identity) {
-                let access = status.access();
-                return Ok(Some(Self { number, file: file.to_owned(), access }));
+                return Ok(Some(Self::seen(number, file, status.access())));
             }
         }
         Ok(None)
@@ -253,7 +256,7 @@ impl LoopDevice {
         let number = number.ok_or_else(|| {
             io_error("attaching", file)(io::Error::other(format!("losetup says {said:?}")))
         })?;
-        Ok(Self { number, file: file.to_owned(), access })
+        Ok(Self::seen(number, file, access))
     }
 
     /// Sees to all that a crash may have left undone.
@@ -292,8 +295,9 @@ impl LoopDevice {
         fs::read(self.attribute("loop/dio")).is_ok_and(|told| told.starts_with(b"1"))
     }
 
+    /// Whether it is still there: this one, and not another that has its number by now.
     fn is_attached(&self) -> bool {
-        status::is_over(self.number, &self.file)
+        status::is_over(self.number, &self.file) && status::sequence(self.number) == self.sequence
     }
 
     async fn losetup(&self, option: &str) -> Result<(), Error> {
@@ -310,7 +314,11 @@ impl LoopDevice {
         let read_only = fs::read(status::attribute(number, "ro"));
         let writes = read_only.is_ok_and(|told| told.starts_with(b"0"));
         let access = if writes { Access::Write } else { Access::Read };
-        Self { number, file: file.to_owned(), access }
+        Self::seen(number, file, access)
+    }
+
+    fn seen(number: u32, file: &Path, access: Access) -> Self {
+        Self { number, sequence: status::sequence(number), file: file.to_owned(), access }
     }
 
     fn require(&self, access: Access, sectors: Sectors) -> Result<(), Error> {

@@ -316,7 +316,8 @@ impl Surroundings<'_> {
     /// What shows directories or files of ours that no record explains.
     fn examine_mounts(&self, mounts: &[Mounted], found: &mut Examined) {
         let Some((device, base)) = place_of(self.run.path(), mounts) else { return };
-        for mounted in mounts {
+        // What is on top of another goes first.
+        for mounted in mounts.iter().rev() {
             let root = mounted.root.to_string_lossy();
             let root = Path::new(root.strip_suffix("//deleted").unwrap_or(&root));
             let shown = root.strip_prefix(&base).ok().filter(|_| mounted.device == device);
@@ -335,24 +336,25 @@ impl Surroundings<'_> {
                     .at(&mounted.point)
                     .means(format!("what is seen there is served by nobody; {SAFE}"))
                     .next("end the pod that has it, or qsd-csi doctor --fix")
-                    .cured_by(Cure::Unmount(mounted.point.clone())),
+                    .cured_by(Cure::Unmount(mounted.clone())),
             );
         }
     }
 
     fn examine_devices(&self, found: &mut Examined) -> io::Result<()> {
-        for (number, file) in LoopDevice::below(self.run.path())? {
+        for device in LoopDevice::below(self.run.path())? {
+            let (path, file) = (device.path(), device.file());
             let key = file.strip_prefix(self.run.path()).ok().and_then(key_of);
             if key.is_some_and(|key| found.explained.contains(&key)) {
                 continue;
             }
             let what = format!("it is over {}, which no record explains", file.display());
             found.findings.push(
-                Finding::new(Weight::Garbage, "device-stale", format!("/dev/loop{number}"), what)
-                    .at(format!("/dev/loop{number}"))
+                Finding::new(Weight::Garbage, "device-stale", path.display().to_string(), what)
+                    .at(path)
                     .means(format!("whoever has it open sees errors; {SAFE}"))
                     .next("end the pod that has it, or qsd-csi doctor --fix")
-                    .cured_by(Cure::Detach(number)),
+                    .cured_by(Cure::Detach(device)),
             );
         }
         Ok(())

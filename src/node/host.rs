@@ -22,9 +22,10 @@ use std::{
 
 pub(super) use block::LOOP_MAJOR;
 pub(super) use staged::Target;
+pub use table::Mounted;
 #[cfg(any(test, fuzzing))]
 pub(super) use table::lines;
-pub(super) use table::{Mounted, is_mounted, mounts};
+pub(super) use table::{is_mounted, mounts};
 
 /// Why a path will not do.
 #[derive(Debug, thiserror::Error)]

@@ -84,10 +84,10 @@ pub(super) fn attached(is_it: impl Fn(&Path) -> bool) -> io::Result<Vec<u32>> {
     Ok(numbers)
 }
 
-/// The devices over files below a directory, with what the kernel calls those.
-pub(super) fn below(dir: &Path) -> io::Result<Vec<(u32, PathBuf)>> {
-    let numbers = attached(|name| name.starts_with(dir))?.into_iter();
-    Ok(numbers.filter_map(|number| Some((number, backing_file(number)?))).collect())
+/// Which of all disks that this machine has had a device is: the kernel counts them, and each time
+/// that a device is attached it is another one. `None` of one that is gone, and before Linux 5.15.
+pub(super) fn sequence(number: u32) -> Option<u64> {
+    fs::read_to_string(attribute(number, "diskseq")).ok()?.trim().parse().ok()
 }
 
 /// Whether the device is over what is called `file`.
@@ -103,7 +103,7 @@ pub(super) fn is_named(name: &Path, file: &Path) -> bool {
 }
 
 /// What the kernel calls the file below a device, if that is attached.
-fn backing_file(number: u32) -> Option<PathBuf> {
+pub(super) fn backing_file(number: u32) -> Option<PathBuf> {
     let mut name = fs::read(attribute(number, "loop/backing_file")).ok()?;
     name.pop_if(|last| *last == b'\n');
     Some(OsString::from_vec(name).into())

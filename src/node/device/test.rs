@@ -43,6 +43,20 @@ async fn twenty_who_attach_a_file_at_once_get_one_device() {
 }
 
 #[tokio::test]
+async fn a_device_that_has_the_number_and_the_file_of_an_earlier_one_is_another() {
+    let bed = Testbed::new();
+    let file = bed.file("a", MIB);
+    let earlier = attach(&file).await;
+    assert_eq!(LoopDevice::below(file.parent().unwrap()).unwrap(), slice::from_ref(&earlier));
+    earlier.detach().await.unwrap();
+    let device = attach(&file).await;
+    let earlier = LoopDevice { number: device.number, ..earlier };
+    assert_eq!(earlier.detach().await.unwrap(), Detached::Now);
+    assert_eq!(LoopDevice::below(file.parent().unwrap()).unwrap(), slice::from_ref(&device));
+    device.detach().await.unwrap();
+}
+
+#[tokio::test]
 async fn twelve_files_get_twelve_devices() {
     let bed = Testbed::new();
     let files: Vec<_> = (0..12).map(|n| bed.file(&n.to_string(), MIB)).collect();

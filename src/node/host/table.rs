@@ -3,6 +3,7 @@
 //! A file system whose disk is gone answers nothing any more, and still must be unmounted.
 
 use super::{Error, HostPath, unescape};
+use rustix::mount::{UnmountFlags, unmount};
 use std::{
     fs, io,
     path::{Path, PathBuf},
@@ -10,7 +11,9 @@ use std::{
 
 /// One line of the table (proc(5), `/proc/pid/mountinfo`).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::node) struct Mounted {
+pub struct Mounted {
+    /// Its number, which another mount may get once this one is gone.
+    id: u32,
     /// The device that the file system is on.
     pub(in crate::node) device: (u32, u32),
     /// What of the file system is shown.
@@ -23,6 +26,18 @@ pub(in crate::node) struct Mounted {
     pub(in crate::node) is_given_up: bool,
     /// Where it is mounted.
     pub(in crate::node) point: PathBuf,
+}
+
+impl Mounted {
+    /// Takes it away, if nobody uses it, and if it is still what is seen at its place: by the time
+    /// that something is done about a mount, another one may be there.
+    pub fn unmount(&self) -> io::Result<()> {
+        if topmost(&table()?, &self.point).as_ref() != Some(self) {
+            let text = format!("something else is mounted at {} by now", self.point.display());
+            return Err(io::Error::other(text));
+        }
+        Ok(unmount(&self.point, UnmountFlags::NOFOLLOW)?)
+    }
 }
 
 impl HostPath {
@@ -79,7 +94,9 @@ fn topmost(table: &[u8], path: &Path) -> Option<Mounted> {
 }
 
 fn parse(line: &[u8]) -> Option<Mounted> {
-    let mut fields = line.split(|byte| *byte == b' ').skip(2);
+    let mut fields = line.split(|byte| *byte == b' ');
+    let id = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
+    let mut fields = fields.skip(1);
     let (major, minor) = std::str::from_utf8(fields.next()?).ok()?.split_once(':')?;
     let (root, point) = (unescape(fields.next()?), unescape(fields.next()?));
     let options = fields.next()?;
@@ -92,6 +109,7 @@ fn parse(line: &[u8]) -> Option<Mounted> {
     let is_given_up = has(of_all, b"emergency_ro") || has(of_all, b"shutdown");
     let is_given_up = is_given_up || (has(of_all, b"ro") && !has(options, b"ro"));
     Some(Mounted {
+        id,
         device: (major.parse().ok()?, minor.parse().ok()?),
         root,
         kind,
@@ -115,6 +133,30 @@ mod test {
         assert_eq!(root("/"), Some("/".into()));
         assert_eq!(root("/t"), None);
         assert_eq!(topmost(b"1 2 3\n\n \n", Path::new("/")), None);
+    }
+
+    #[test]
+    fn a_mount_is_taken_away_only_where_nothing_else_is_by_now() {
+        let scratch = tempfile::tempdir().unwrap();
+        let dir = scratch.path().canonicalize().unwrap();
+        let at = HostPath::noted(dir.clone());
+        let bind = || rustix::mount::mount_bind("/usr/bin", &dir).unwrap();
+        let seen = || at.mounted().unwrap().unwrap();
+        bind();
+        let first = seen();
+        bind();
+        let second = seen();
+        assert!(first.unmount().unwrap_err().to_string().contains("something else"));
+        assert_eq!(seen(), second);
+        second.unmount().unwrap();
+        first.unmount().unwrap();
+        assert_eq!(at.mounted().unwrap(), None);
+        bind();
+        // It is the same but for its number.
+        let third = seen();
+        let other = Mounted { id: third.id + 1, ..third.clone() };
+        other.unmount().unwrap_err();
+        third.unmount().unwrap();
     }
 
     #[test]
