@@ -2,7 +2,7 @@
 //!
 //! It goes with the attachment. The next driver finds it, so that whoever comes later still learns why.
 
-use super::{Node, recover::MONITOR_CLOSED};
+use super::{Cause, Leaving, Node, attachment::Phase, recover::MONITOR_CLOSED};
 use crate::{
     chain::Chain,
     clock,
@@ -39,10 +39,15 @@ impl Node {
         let (node, id, how) = (self.clone(), id.clone(), how.to_owned());
         self.tasks.spawn(async move {
             let how = node.how_exactly(&key, pid, how).await;
-            let dir = node.dir(&id);
-            if how.starts_with(AS_TOLD) || !dir.exists() {
+            if how.starts_with(AS_TOLD) {
                 return;
             }
+            // Nobody removes the directory of what is staged, and nobody unstages it meanwhile.
+            let attached = node.attached();
+            if attached.get(&id).is_none_or(|one| one.attachment.phase != Phase::Staged) {
+                return;
+            }
+            let dir = node.dir(&id);
             let times = node.last_death(&id).map_or(1, |last| last.times.saturating_add(1));
             let now = clock::now().duration_since(UNIX_EPOCH).unwrap_or_default();
             let death = Death { version: Version, pid, how, at: now.as_secs(), times };
@@ -52,15 +57,22 @@ impl Node {
         });
     }
 
-    /// The same of one that died while no driver was there.
-    pub(super) async fn keep_missed_death(&self, id: &VolumeId, key: DaemonKey) {
+    /// Tells of a daemon that died while no driver was there, and keeps how it did.
+    pub(super) async fn note_missed_death(&self, id: &VolumeId, key: DaemonKey) {
         let all = self.supervisor.list().await.unwrap_or_default();
         let ended = all.into_iter().find(|process| process.key == key);
         let (pid, how) = match ended.map(|process| (process.pid, process.state)) {
-            Some((pid, State::Exited(how))) => (pid, how),
-            Some((_, State::Running)) | None => (0, "nobody saw how".to_owned()),
+            Some((pid, State::Exited(how))) => (Some(pid), how),
+            Some((_, State::Running)) | None => (None, "nobody saw how".to_owned()),
         };
-        self.keep_death(id, key, pid, &how);
+        let reason = format!("while there was no driver: {how}");
+        warn!(volume = %id, pid, reason, "daemon died");
+        if !how.starts_with(AS_TOLD) {
+            self.keep_death(id, key, pid.unwrap_or_default(), &reason);
+        }
+        if let Some(one) = self.attached().get_mut(id) {
+            one.leaving = Some(Leaving { pid, cause: Cause::Died, error: reason });
+        }
     }
 
     /// The end of the monitor may be seen before the supervisor tells of the end of the process.

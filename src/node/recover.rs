@@ -178,8 +178,7 @@ impl Node {
     async fn take_over(&self, id: &VolumeId, running: &HashMap<DaemonKey, i32>) {
         let serving = self.serving(id);
         let Some(&pid) = running.get(&serving) else {
-            self.note_gone(id);
-            self.keep_missed_death(id, serving).await;
+            self.note_missed_death(id, serving).await;
             return self.start_revival(id.clone()).await;
         };
         let adopted = async {
@@ -316,15 +315,6 @@ impl Node {
         };
         one.service = Service::Down { reason: how.to_owned() };
         self.tasks.spawn(self.clone().revive(id.clone(), pause));
-    }
-
-    /// The daemon of an attachment ended while no driver was there.
-    fn note_gone(&self, id: &VolumeId) {
-        let reason = "it ended while there was no driver";
-        warn!(volume = %id, reason, "daemon died");
-        if let Some(one) = self.attached().get_mut(id) {
-            one.leaving = Some(Leaving { pid: None, cause: Cause::Died, error: reason.to_owned() });
-        }
     }
 
     /// Has the daemon of a volume started again in the background.

@@ -207,6 +207,21 @@ async fn people_learn_by_which_signal_daemons_died_also_from_the_next_driver() {
     driver.assert_empty().await;
 }
 
+/// What is kept of a death goes with the directory of the volume, and must not come back to it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_volume_whose_daemon_has_just_died_is_unstaged_by_the_first_call() {
+    let driver = Driver::start().await;
+    driver.create("pvc-1").await;
+    for round in 0..30_u64 {
+        driver.stage("pvc-1").await.unwrap();
+        signal(driver.daemons().await[0], "KILL");
+        tokio::time::sleep(std::time::Duration::from_millis(round)).await; // chance finds the moment
+        driver.unstage("pvc-1").await.unwrap();
+    }
+    driver.delete("pvc-1").await.unwrap();
+    driver.assert_empty().await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_daemon_that_cannot_start_any_more_is_tried_ever_more_patiently() {
     let pair = Pair::start().await;

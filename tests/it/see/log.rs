@@ -190,7 +190,7 @@ async fn what_a_driver_finds_is_told_once() {
     driver.answers().await;
     let lines = lines(&driver.path("log")).split_off(begun);
     assert_eq!(changes(&lines, "runs", ""), ["daemon taken over"], "{lines:#?}");
-    let died = "daemon died: it ended while there was no driver";
+    let died = "daemon died: while there was no driver: killed by signal 9";
     assert_eq!(changes(&lines, "dies", ""), [died, "daemon started: died"], "{lines:#?}");
     driver.remove("runs").await;
     driver.remove("dies").await;
