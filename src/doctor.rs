@@ -249,7 +249,9 @@ fn open(name: &PoolName, dir: &Path, report: &mut Report) -> Result<Option<Pool>
             report.findings.push(
                 Finding::new(Weight::Damage, "pool-unreadable", about, what)
                     .at(pool.identity())
-                    .means("no driver starts with this pool; its data is safe")
+                    .means(
+                        "nothing of the pool can be used; its data is safe, and so are other pools",
+                    )
                     .next("bring the file back from a backup, or use the driver that wrote it"),
             );
         }

@@ -22,6 +22,7 @@ pub(crate) mod fuzz;
 mod health;
 
 use crate::{
+    chain::Chain,
     qcow2,
     store::{self, Version},
     units::Bytes,
@@ -35,7 +36,9 @@ use std::{
     io,
     os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
+    sync::{Mutex, MutexGuard, PoisonError},
 };
+use tracing::error;
 
 /// What keeps a pool from being used.
 #[derive(Debug, thiserror::Error)]
@@ -71,6 +74,14 @@ pub enum Error {
         dir: PathBuf,
         /// What is there instead.
         source: io::Error,
+    },
+    /// What it is cannot be read, so nobody looks at what is in it.
+    #[error("pool {pool} is not used: {reason}; put the file back")]
+    Unidentified {
+        /// The pool.
+        pool: PoolName,
+        /// What is wrong with its `pool.json`.
+        reason: String,
     },
     /// Nothing can be written to it.
     #[error("pool {pool} is read-only: {} takes no writes", dir.display())]
@@ -109,6 +120,8 @@ pub struct Pool {
     dir: PathBuf,
     /// The directory as it was opened, locked but for a look.
     place: File,
+    /// Why it waits, and is not used: what it is could not be read.
+    waits: Mutex<Option<String>>,
 }
 
 /// How many bytes a pool has.
@@ -192,11 +205,54 @@ impl Pool {
         for made in [&records, &dir, dir.parent().unwrap_or(&dir)] {
             store::sync(made).map_err(fail("syncing", made))?;
         }
-        let pool = Self { name, dir, place: lock };
-        pool.sweep()?;
-        pool.identify()?;
-        pool.try_direct_io()?;
+        let pool = Self { name, dir, place: lock, waits: Mutex::default() };
+        match pool.identify() {
+            Err(Error::Store { source: error @ store::Error::Damaged { .. }, .. }) => {
+                let reason = Chain(&error).to_string();
+                error!(pool = %pool.name, reason, "pool waits");
+                *pool.waiting() = Some(reason);
+                return Ok(pool);
+            }
+            outcome => outcome?,
+        }
+        pool.prepare()?;
         Ok(pool)
+    }
+
+    /// Sees to it that it can be worked with.
+    fn prepare(&self) -> Result<(), Error> {
+        self.sweep()?;
+        self.try_direct_io()
+    }
+
+    /// Why it is not used until what it is can be read, if so.
+    pub fn waits(&self) -> Option<String> {
+        self.waiting().clone()
+    }
+
+    /// The same pool as one that does not wait, once what it is can be read.
+    pub fn again(&self) -> Result<Option<Self>, Error> {
+        let place = self.place.try_clone().map_err(self.io("opening", &self.dir))?;
+        let (name, dir) = (self.name.clone(), self.dir.clone());
+        let again = Self { name, dir, place, waits: Mutex::default() };
+        match again.is_one() {
+            Ok(true) => {}
+            Ok(false) | Err(Error::Store { source: store::Error::Damaged { .. }, .. }) => {
+                return Ok(None);
+            }
+            Err(error) => return Err(error),
+        }
+        again.prepare()?;
+        Ok(Some(again))
+    }
+
+    /// It is used from now on.
+    pub fn end_wait(&self) {
+        *self.waiting() = None;
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, Option<String>> {
+        self.waits.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Opens the pool in `dir` for a look: nothing is made, locked or changed, and whoever works on
@@ -208,7 +264,7 @@ impl Pool {
         };
         let dir = dir.canonicalize().map_err(fail("resolving"))?;
         let place = File::open(&dir).map_err(fail("opening"))?;
-        Ok(Self { name, dir, place })
+        Ok(Self { name, dir, place, waits: Mutex::default() })
     }
 
     /// Whether there is anything of a pool in its directory.
@@ -263,8 +319,12 @@ impl Pool {
         self.dir.join(LAYERS)
     }
 
-    /// An error unless it is still where it was opened: it may have been moved, or unmounted.
+    /// An error unless it is used, and still where it was opened: it may have been moved, or
+    /// unmounted.
     pub fn require(&self) -> Result<(), Error> {
+        if let Some(reason) = self.waits() {
+            return Err(Error::Unidentified { pool: self.name.clone(), reason });
+        }
         let identity = |data: fs::Metadata| (data.dev(), data.ino());
         let same = || {
             let opened = identity(self.place.metadata()?);
@@ -438,7 +498,10 @@ impl Error {
             Self::Io { source, .. } => Some(source.kind()),
             Self::Store { source, .. } => source.io_kind(),
             Self::ReadOnly { .. } => Some(io::ErrorKind::ReadOnlyFilesystem),
-            Self::Gone { .. } | Self::Locked { .. } | Self::NoDirectIo { .. } => None,
+            Self::Gone { .. }
+            | Self::Unidentified { .. }
+            | Self::Locked { .. }
+            | Self::NoDirectIo { .. } => None,
         }
     }
 }
@@ -504,12 +567,24 @@ mod test {
     }
 
     #[test]
-    fn a_pool_of_another_format_is_refused_and_left_alone() {
+    fn a_pool_of_another_format_is_not_used_and_left_alone() {
         let dir = tempfile::tempdir().unwrap();
         let identity = dir.path().join("pool.json");
         store::replace(&identity, &serde_json::json!({ "version": 2, "id": "x" })).unwrap();
-        let error = Pool::open(name(), dir.path()).unwrap_err();
-        assert!(matches!(error, Error::Store { source: store::Error::Damaged { .. }, .. }));
-        assert!(identity.exists());
+        let before = fs::read(&identity).unwrap();
+        let pool = Pool::open(name(), dir.path()).unwrap();
+        assert!(matches!(pool.require(), Err(Error::Unidentified { .. })));
+        pool.create_layer(LayerId::draw(), Format::Raw, Bytes::gib(1)).unwrap_err();
+        assert!(pool.again().unwrap().is_none());
+        assert_eq!(fs::read(&identity).unwrap(), before);
+        let id = uuid::Uuid::new_v4();
+        store::replace(&identity, &Identity { version: Version, id }).unwrap();
+        pool.require().unwrap_err();
+        let again = pool.again().unwrap().unwrap();
+        again.create_layer(LayerId::draw(), Format::Raw, Bytes::gib(1)).unwrap();
+        pool.end_wait();
+        pool.require_writable().unwrap();
+        drop(again);
+        assert!(matches!(Pool::open(name(), dir.path()), Err(Error::Locked { .. })));
     }
 }

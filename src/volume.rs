@@ -27,6 +27,7 @@ mod expand;
 mod freeze;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
+mod heal;
 mod id;
 mod layer;
 mod look;
@@ -404,7 +405,10 @@ impl Volumes {
     pub fn find(&self, id: &VolumeId) -> Result<Volume, Error> {
         match self.entry(id)? {
             Entry::Volume(volume) => Ok(*volume),
-            Entry::Damaged { reason, .. } => Err(Error::Damaged { volume: id.clone(), reason }),
+            Entry::Damaged { pool, reason } => {
+                self.require_no_wait(&pool).map_err(Error::pool(id))?;
+                Err(Error::Damaged { volume: id.clone(), reason })
+            }
         }
     }
 

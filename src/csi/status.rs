@@ -162,12 +162,11 @@ fn volume_code(error: &volume::Error) -> Code {
     }
 }
 
-/// A pool that is gone or read-only may be brought back.
+/// A pool that is gone, damaged or read-only may be brought back.
 fn pool_code(error: &pool::Error) -> Code {
     match (error, error.io_kind()) {
-        (pool::Error::Gone { .. }, _) | (_, Some(io::ErrorKind::ReadOnlyFilesystem)) => {
-            Code::Unavailable
-        }
+        (pool::Error::Gone { .. } | pool::Error::Unidentified { .. }, _)
+        | (_, Some(io::ErrorKind::ReadOnlyFilesystem)) => Code::Unavailable,
         (_, kind) => io_code(kind),
     }
 }

@@ -47,6 +47,7 @@ pub(super) struct Health {
     relay: Turn,
     records: Turn,
     conditions: Turn,
+    damage: Turn,
     pools: Mutex<BTreeMap<PoolName, PoolHealth>>,
     supervisor_is_gone: AtomicBool,
 }
@@ -327,6 +328,10 @@ impl Node {
     pub(super) async fn watch_pools(self) {
         loop {
             self.pools().await;
+            let volumes = self.volumes.clone();
+            if self.health.damage.ask(move || volumes.heal()).await == Some(true) {
+                self.nudge(); // what was damaged kept work from being done
+            }
             tokio::select! {
                 () = sleep(ROUND) => {}
                 () = self.stop.cancelled() => return,

@@ -55,8 +55,8 @@ const RECORD: &str = "put the record back from a backup of the pool, or restore 
                       one; do not edit or remove it, for what it named is kept as long as it is \
                       there";
 
-const LAYER: &str = "put the file back as it was, from a backup of the pool, and start the driver \
-                     anew; or restore the volume from a backup. Nothing of it is removed meanwhile";
+const LAYER: &str = "put the file back as it was, from a backup of the pool, or restore the volume \
+                     from a backup. Nothing of it is removed meanwhile";
 
 impl Volumes {
     /// Looks at all there is in these pools.

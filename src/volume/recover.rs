@@ -1,7 +1,7 @@
 //! Start-up: every record is driven to rest before the first call is served.
 
 use super::{
-    LayerId, Overcommit, SnapshotId, Volume, VolumeId, Volumes,
+    LayerId, Overcommit, PoolName, SnapshotId, Volume, VolumeId, Volumes,
     layer::Layer,
     record::{Cut, LayerRecord, Phase, SnapshotRecord, VolumeRecord},
     state::{Kept, KeptLayer, Shared, State, file_of},
@@ -27,7 +27,7 @@ impl Volumes {
     pub fn recover(pools: Vec<Arc<Pool>>, overcommit: Overcommit) -> Result<Self, pool::Error> {
         let begin = Instant::now();
         let volumes = Self::read(pools, overcommit)?;
-        for pool in &volumes.pools {
+        for pool in volumes.readable() {
             volumes.settle_layers(pool)?;
             volumes.settle_deletions(pool)?;
             volumes.settle_snapshots(pool)?;
@@ -47,15 +47,26 @@ impl Volumes {
         info!(volumes, snapshots, layers, seconds = took.as_secs_f64(), "records at rest");
     }
 
+    /// The pools that do not wait to be made readable.
+    fn readable(&self) -> impl Iterator<Item = &Arc<Pool>> {
+        self.pools.iter().filter(|pool| pool.waits().is_none())
+    }
+
     /// Reads all records, and changes nothing.
     pub(super) fn read(pools: Vec<Arc<Pool>>, overcommit: Overcommit) -> Result<Self, pool::Error> {
         let (state, encrypting) = (Shared::default(), Mutex::default());
         let volumes = Self { pools, overcommit, state, encrypting };
-        for pool in &volumes.pools {
+        for pool in volumes.readable() {
             let mut state = volumes.state.lock();
             read_layers(&mut state, pool)?;
             read_volumes(&mut state, pool)?;
             read_snapshots(&mut state, pool)?;
+        }
+        for pool in &volumes.pools {
+            if let Some(reason) = pool.waits() {
+                let reason = format!("pool {}: {reason}", pool.name());
+                note_names(&mut volumes.state.lock(), pool, &reason)?;
+            }
         }
         Ok(volumes)
     }
@@ -203,7 +214,7 @@ impl Volumes {
                 needed.extend(state.layers.get(&id).map(|layer| file_of(id, &layer.record)));
             }
         }
-        for pool in &self.pools {
+        for pool in self.readable() {
             for (file, path) in pool.layers()? {
                 if !needed.contains(&file) {
                     warn!(layer = %path.display(), "nothing that can be used has this layer");
@@ -228,8 +239,28 @@ fn read_all<T: serde::de::DeserializeOwned + Send>(
 }
 
 impl State {
+    /// Of one that two pools have nobody knows which is right.
+    fn take_in_volume(&mut self, id: VolumeId, kept: Kept<VolumeRecord>) {
+        let kept = match self.volumes.get(&id) {
+            Some(other) => twice(&format!("volume {id}"), kept.pool(), other.pool()),
+            None => kept,
+        };
+        self.volumes.insert(id, kept);
+    }
+
+    fn take_in_snapshot(&mut self, id: SnapshotId, kept: Kept<SnapshotRecord>) {
+        let kept = match self.snapshots.get(&id) {
+            Some(other) => {
+                self.unclear.extend([kept.pool().clone(), other.pool().clone()]);
+                twice(&format!("snapshot {id}"), kept.pool(), other.pool())
+            }
+            None => kept,
+        };
+        self.snapshots.insert(id, kept);
+    }
+
     /// What else needs the layer that a volume writes to to stay as it is, or writes to it, too.
-    fn shared(&self, id: &VolumeId, active: LayerId) -> Option<String> {
+    pub(super) fn shared(&self, id: &VolumeId, active: LayerId) -> Option<String> {
         let writes = |(other, kept): (&VolumeId, &Kept<VolumeRecord>)| {
             let is_on_it = kept.usable().is_some_and(|(_, record)| record.phase.active() == active);
             (is_on_it && other != id).then(|| format!("volume {other} writes to it, too"))
@@ -250,9 +281,14 @@ impl Volume {
     }
 
     fn check_images(&self) -> Result<(), String> {
-        let Some((active, below)) = self.layers.split_first() else { return Ok(()) };
-        check_frozen(below).and_then(|()| check_image(active, self.record.size))
+        check_all(&self.layers, self.record.size)
     }
+}
+
+/// The same of a volume of this size with these layers, from the active one down.
+pub(super) fn check_all(layers: &[Layer], size: Bytes) -> Result<(), String> {
+    let Some((active, below)) = layers.split_first() else { return Ok(()) };
+    check_frozen(below).and_then(|()| check_image(active, size))
 }
 
 fn read_layers(state: &mut State, pool: &Arc<Pool>) -> Result<(), pool::Error> {
@@ -268,6 +304,7 @@ fn read_layers(state: &mut State, pool: &Arc<Pool>) -> Result<(), pool::Error> {
             Err(reason) => {
                 error!(layer = %id, reason, "damaged; left alone");
                 state.unclear.insert(pool.name().clone());
+                state.unreadable.insert(id, pool.clone());
             }
         }
     }
@@ -286,13 +323,18 @@ fn read_volumes(state: &mut State, pool: &Arc<Pool>) -> Result<(), pool::Error> 
             error!(volume = %id, reason, "damaged; left alone");
             Kept::Damaged { pool: pool.name().clone(), reason }
         });
-        let kept = match state.volumes.get(&id) {
-            Some(other) => twice(&format!("volume {id}"), pool, other.pool()),
-            None => kept,
-        };
-        state.volumes.insert(id, kept);
+        state.take_in_volume(id, kept);
     }
     Ok(())
+}
+
+/// Takes in what was read of another pool.
+pub(super) fn merge(state: &mut State, other: State) {
+    state.layers.extend(other.layers);
+    state.unclear.extend(other.unclear);
+    state.unreadable.extend(other.unreadable);
+    other.volumes.into_iter().for_each(|(id, kept)| state.take_in_volume(id, kept));
+    other.snapshots.into_iter().for_each(|(id, kept)| state.take_in_snapshot(id, kept));
 }
 
 fn read_snapshots(state: &mut State, pool: &Arc<Pool>) -> Result<(), pool::Error> {
@@ -311,17 +353,35 @@ fn read_snapshots(state: &mut State, pool: &Arc<Pool>) -> Result<(), pool::Error
             state.unclear.insert(pool.name().clone());
             Kept::Damaged { pool: pool.name().clone(), reason }
         });
+        state.take_in_snapshot(id, kept);
+    }
+    Ok(())
+}
+
+/// Of a pool that waits, only the names are known: they are taken, and nothing is done with them. One
+/// that another pool has, too, is damaged there.
+fn note_names(state: &mut State, pool: &Pool, reason: &str) -> Result<(), pool::Error> {
+    let name = pool.name();
+    for (_, stem) in pool.records(Kind::Volume)? {
+        let Ok(id) = VolumeId::try_from(stem) else { continue };
+        let kept = match state.volumes.get(&id) {
+            Some(other) => twice(&format!("volume {id}"), other.pool(), name),
+            None => Kept::Damaged { pool: name.clone(), reason: reason.to_owned() },
+        };
+        state.volumes.insert(id, kept);
+    }
+    for (_, stem) in pool.records(Kind::Snapshot)? {
+        let Ok(id) = SnapshotId::try_from(stem) else { continue };
         let kept = match state.snapshots.get(&id) {
             Some(other) => {
-                let both = [pool.name().clone(), other.pool().clone()];
-                let kept = twice(&format!("snapshot {id}"), pool, other.pool());
-                state.unclear.extend(both);
-                kept
+                state.unclear.insert(other.pool().clone());
+                twice(&format!("snapshot {id}"), other.pool(), name)
             }
-            None => kept,
+            None => Kept::Damaged { pool: name.clone(), reason: reason.to_owned() },
         };
         state.snapshots.insert(id, kept);
     }
+    state.unclear.insert(name.clone());
     Ok(())
 }
 
@@ -329,14 +389,14 @@ fn keep<Record>(pool: &Arc<Pool>, read: Result<Record, String>) -> Result<Kept<R
     Ok(Kept::Usable { pool: pool.clone(), record: read? })
 }
 
-fn named<Record>(path: &Path, is_its: bool, record: Record) -> Result<Record, String> {
+pub(super) fn named<Record>(path: &Path, is_its: bool, record: Record) -> Result<Record, String> {
     if is_its { Ok(record) } else { Err(format!("{}: it has the name of another", path.display())) }
 }
 
-fn twice<Record>(what: &str, pool: &Pool, other: &super::PoolName) -> Kept<Record> {
-    let reason = format!("pools {other} and {} both have a {what}", pool.name());
+fn twice<Record>(what: &str, pool: &PoolName, other: &PoolName) -> Kept<Record> {
+    let reason = format!("pools {other} and {pool} both have a {what}");
     error!(reason, "damaged; left alone");
-    Kept::Damaged { pool: pool.name().clone(), reason }
+    Kept::Damaged { pool: pool.clone(), reason }
 }
 
 pub(super) fn load<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, String> {

@@ -117,7 +117,8 @@ impl Volumes {
     pub fn snapshot(&self, id: &SnapshotId) -> Result<Snapshot, Error> {
         match self.snapshot_entry(id)? {
             SnapshotEntry::Snapshot(snapshot) => Ok(snapshot),
-            SnapshotEntry::Damaged { reason, .. } => {
+            SnapshotEntry::Damaged { pool, reason } => {
+                self.require_no_wait(&pool).map_err(Error::snapshot(id))?;
                 Err(Error::DamagedSnapshot { snapshot: id.clone(), reason })
             }
         }

@@ -43,6 +43,8 @@ pub(super) struct State {
     /// Pools with a record of a layer or snapshot that cannot be read, so that nobody knows what
     /// it needs: nothing is removed or merged there.
     pub(super) unclear: BTreeSet<PoolName>,
+    /// The layers whose records cannot be read.
+    pub(super) unreadable: BTreeMap<LayerId, Arc<Pool>>,
     pub(super) jobs: Jobs,
     holds: HashMap<LayerId, usize>,
 }

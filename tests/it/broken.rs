@@ -4,8 +4,8 @@
 use crate::{
     copies::Source,
     disk::SmallDisk,
-    doctor::put,
-    harness::{Dice, Driver, create_request, signal, until},
+    doctor::{Tree, put},
+    harness::{Dice, Driver, create_request, daemons_below, names, signal, until},
     local::Use,
 };
 use qsd_csi::csi::pb::csi::{self as pb, VolumeCondition};
@@ -326,6 +326,94 @@ async fn a_pool_that_becomes_read_only_is_told_of_and_heals() {
     remount("rw");
     assert_back(&driver).await;
     driver.delete("far").await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pool_that_cannot_say_what_it_is_waits_while_others_are_served() {
+    let disk = SmallDisk::new();
+    let pool = disk.path().join("pool");
+    let mut driver = with_second_pool(&pool).await;
+    driver.controller().create_volume(in_pool("held", "second")).await.unwrap();
+    driver.snapshot("old", "far").await.unwrap();
+    driver.attach("held").await;
+    let held = driver.daemons().await;
+    driver.terminate().await;
+    let identity = pool.join("pool.json");
+    let whole = fs::read(&identity).unwrap();
+    put(&identity, &whole[..20]);
+    let before = Tree::of(&pool);
+    driver.launch(&["--pool", &format!("second={}", pool.display())], None);
+    until("it serves", async || {
+        let request = pb::GetPluginInfoRequest {};
+        driver.identity().get_plugin_info(request).await.is_ok()
+    })
+    .await;
+    let probed = driver.identity().probe(pb::ProbeRequest {}).await.unwrap_err();
+    assert!(probed.message().contains("pool second is not used"), "{probed}");
+    assert_unavailable(&driver, "pool.json").await;
+    let told = driver.told("far").await;
+    assert!(told.message.contains("pool.json is damaged"), "{told:?}");
+    let again = driver.controller().create_volume(in_pool("far", "main")).await.unwrap_err();
+    assert_eq!(again.code(), Code::Unavailable, "{again}");
+    let deleted = driver.delete_snapshot("old").await.unwrap_err();
+    assert_eq!(deleted.code(), Code::Unavailable, "{deleted}");
+    assert!(Tree::of(&pool) == before, "nothing is done with it");
+    assert_eq!(daemons_below(driver.scratch()), held, "whoever has a volume goes on");
+    put(&identity, &whole);
+    until("it is back", async || !driver.told("far").await.abnormal).await;
+    assert_back(&driver).await;
+    until("it is taken over", async || driver.daemons().await == held).await;
+    driver.detach("held").await;
+    driver.delete_snapshot("old").await.unwrap();
+    for volume in ["held", "far", "near"] {
+        driver.delete(volume).await.unwrap();
+    }
+}
+
+/// Without another start, and not before the right bytes are there.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_damaged_at_the_start_is_served_once_it_is_put_right() {
+    let mut driver = Driver::start().await;
+    let stored = Stored::new(&driver, "v", 1).await;
+    let record = |place: &str| driver.path(&format!("pool/records/{place}.json"));
+    let [volume, snapshot] = ["volumes/v", "snapshots/v-snap"].map(record);
+    let active = driver.active("v");
+    let layer = record(&format!("layers/{}", active.file_stem().unwrap().to_str().unwrap()));
+    let older = fs::read(&volume).unwrap();
+    driver.snapshot("later", "v").await.unwrap();
+    driver.delete_snapshot("v-snap").await.unwrap();
+    driver.snapshot("v-snap", "v").await.unwrap();
+    driver.terminate().await;
+    let (whole, right) = (Tree::of(&driver.path("pool")), fs::read(&volume).unwrap());
+    for path in [&volume, &snapshot, &layer, &active] {
+        put(path, &fs::read(path).unwrap()[..30]);
+    }
+    driver.launch(&[], None);
+    driver.answers().await;
+    assert!(driver.told("v").await.abnormal);
+    let error = driver.serves_right(&stored, "it is damaged").await.unwrap_err();
+    assert_eq!(error.code(), Code::Internal, "{error}");
+    let copy = || driver.create_from("copy", Source::Snapshot("v-snap".into()));
+    copy().await.unwrap_err();
+    // An older record names a layer that is to stay as it is by now.
+    whole.restore(&driver.path("pool"));
+    put(&volume, &older);
+    until("all else is right", async || copy().await.is_ok()).await;
+    assert!(driver.told("v").await.abnormal);
+    driver.serves_right(&stored, "its record is an older one").await.unwrap_err();
+    put(&volume, &right);
+    until("it is right", async || !driver.told("v").await.abnormal).await;
+    driver.serves_right(&stored, "it is right again").await.unwrap();
+    let copied = Stored { name: "copy".into(), content: stored.content };
+    driver.serves_right(&copied, "a copy of it").await.unwrap();
+    for volume in ["v", "copy"] {
+        driver.delete(volume).await.unwrap();
+    }
+    for snapshot in ["v-snap", "later"] {
+        driver.delete_snapshot(snapshot).await.unwrap();
+    }
+    until("all layers are gone", async || names(&driver.path("pool/layers")).is_empty()).await;
+    driver.assert_empty().await;
 }
 
 /// Nothing depends on the time of day: order, ids, deadlines and what is tried again.
