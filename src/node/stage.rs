@@ -61,6 +61,10 @@ impl Node {
         self.keep_secrets(id, &stage)?;
         let outcome = self.serve(claim).await?;
         let daemon = self.serving_daemon(id);
+        if let (Some(daemon), Form::Filesystem { .. }) = (&daemon, &is.form) {
+            // Or each program that looks at its device would wait for one that is stuck.
+            daemon.answers().await.map_err(|error| Error::daemon(id)(error.into()))?;
+        }
         let mounted = self.mount_staged(claim, is).await;
         self.blame(daemon.as_ref(), id, mounted).await?;
         Ok(outcome)

@@ -545,6 +545,11 @@ impl Daemon {
         self.monitor.execute(command).await
     }
 
+    /// An error unless it answers, in the time that any command has.
+    pub async fn answers(&self) -> Result<(), monitor::Error> {
+        version(&self.monitor).await.map(drop)
+    }
+
     /// Ends when the daemon does, or no longer talks to us.
     pub async fn closed(&self) {
         self.monitor.closed().await;

@@ -3,6 +3,7 @@
 
 use crate::{
     harness::{Driver, daemons_below, part, qsd_csi, signal, until},
+    local::Use,
     model::guest::{Action, Guest},
 };
 use std::{
@@ -218,6 +219,31 @@ async fn a_volume_whose_daemon_has_just_died_is_unstaged_by_the_first_call() {
         tokio::time::sleep(std::time::Duration::from_millis(round)).await; // chance finds the moment
         driver.unstage("pvc-1").await.unwrap();
     }
+    driver.delete("pvc-1").await.unwrap();
+    driver.assert_empty().await;
+}
+
+/// Programs that look at its device would each wait for it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_staging_that_is_repeated_asks_the_daemon_before_the_kernel_does() {
+    let driver = Driver::start().await;
+    driver.made("pvc-1", Use::Ext4).await;
+    driver.opened("pvc-1", Use::Ext4).await;
+    let pid = driver.daemons().await[0];
+    signal(pid, "STOP");
+    let error = driver.stage_as("pvc-1", Use::Ext4).await.unwrap_err();
+    assert_eq!(error.code(), Code::Unavailable, "{error}");
+    assert!(error.message().contains("storage daemon of volume pvc-1"), "{error}");
+    assert!(error.message().contains("no answer to query-version"), "{error}");
+    // One that is only slow has its time.
+    let resumed = async {
+        tokio::time::sleep(std::time::Duration::from_secs(2)).await;
+        signal(pid, "CONT");
+    };
+    let (staged, ()) = tokio::join!(driver.stage_as("pvc-1", Use::Ext4), resumed);
+    staged.unwrap();
+    assert_eq!(driver.daemons().await, [pid]);
+    driver.close("pvc-1").await;
     driver.delete("pvc-1").await.unwrap();
     driver.assert_empty().await;
 }
