@@ -10,7 +10,11 @@
 //! worker. Both dying at once is the one case left to QEMU's `reconnect`.
 
 use super::kept::{self, Commit, Dropped, Kept, Reply, VERSION, Word};
-use crate::{bound::Bound, run::RunDir};
+use crate::{
+    bound::{Bound, Found},
+    run::{RunDir, Slot},
+    store::Locks,
+};
 use anyhow::Context as _;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -37,7 +41,7 @@ use std::{
 };
 use tracing::{error, info, warn};
 
-/// How long it stays without a volume: the supervisor starts it again when there is one.
+/// How long it stays without a volume and a daemon: the supervisor starts it again with the next one.
 const IDLE: Duration = Duration::from_secs(5);
 
 /// How often it looks whether its socket is still there.
@@ -76,7 +80,8 @@ struct Keeper {
     idle_since: Instant,
 }
 
-/// Runs the keeper until it has kept nothing for a while.
+/// Runs the keeper until it has kept nothing for a while, and no daemon runs: where one does, what it
+/// serves may be relayed any time, and the supervisor would start another keeper.
 pub(super) fn run(run: RunDir) -> anyhow::Result<()> {
     _ = rustix::process::setsid();
     umask(Mode::from_raw_mode(0o117));
@@ -97,7 +102,7 @@ pub(super) fn run(run: RunDir) -> anyhow::Result<()> {
         hasty_ends: 0,
         idle_since: Instant::now(),
     };
-    while keeper.idle_since.elapsed() < IDLE {
+    while keeper.idle_since.elapsed() < IDLE || keeper.is_wanted() {
         keeper.round()?;
     }
     info!("nothing to keep; ending");
@@ -124,6 +129,20 @@ fn listen_at(path: &Path) -> io::Result<(OwnedFd, Bound)> {
 }
 
 impl Keeper {
+    /// Whether a daemon runs in the run directory, if that is still ours; looked at now and then.
+    fn is_wanted(&mut self) -> bool {
+        self.idle_since = Instant::now();
+        if !self.bound.look().is_ok_and(|found| found == Found::Ours) {
+            return false;
+        }
+        let Ok(locks) = Locks::read() else { return false };
+        let keys = self.run.keys().unwrap_or_default();
+        keys.iter().any(|key| {
+            let dir = self.run.volume(key);
+            Slot::ALL.into_iter().any(|slot| locks.holder(&dir.daemon(slot).lock()).is_some())
+        })
+    }
+
     /// Waits for something to do, and does it.
     fn round(&mut self) -> anyhow::Result<()> {
         self.keep_listening();

@@ -4,7 +4,7 @@ use crate::{
     copies::Source,
     harness::{
         Driver, GIB, LIMIT, create_request, daemons_below, loops_below, mount, mounts_below,
-        signal, until,
+        relays_of, signal, until,
     },
 };
 use qsd_csi::csi::pb::csi::{
@@ -403,6 +403,24 @@ async fn copies_of_file_systems_are_mounted_beside_their_origin() {
         driver.delete_snapshot("snap-1").await.unwrap();
         driver.assert_empty().await;
     }
+}
+
+/// It is not started again and again where there is nothing to relay.
+#[tokio::test(flavor = "multi_thread")]
+async fn one_relay_stays_for_as_long_as_daemons_run() {
+    let driver = Driver::start().await;
+    driver.made("pvc-1", Use::Block).await;
+    driver.stage_as("pvc-1", Use::Block).await.unwrap();
+    let run = driver.path("run");
+    until("it runs", async || relays_of(&run).len() == 2).await;
+    let relays = relays_of(&run);
+    // Twice as long as it stays without anything to do.
+    tokio::time::sleep(std::time::Duration::from_secs(12)).await;
+    assert_eq!(relays_of(&run), relays);
+    driver.unstage("pvc-1").await.unwrap();
+    until("it ends", async || relays_of(&run).is_empty()).await;
+    driver.delete("pvc-1").await.unwrap();
+    driver.assert_empty().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
