@@ -168,7 +168,7 @@ impl Node {
             && let Ok(launch) = self.launch(id, serving.slot)
             && let Ok(daemon) = launch.adopt(*pid).await
         {
-            self.lead_no_more(id).await?;
+            self.let_go(id).await?;
             daemon.stop(&self.supervisor).await?;
         }
         self.clear(id).await

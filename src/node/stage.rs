@@ -11,7 +11,6 @@ use crate::{
     qsd::{self, Daemon},
     run::{DaemonKey, Slot},
     source::{Access, Secrets},
-    store,
     volume::{Claim, Outcome, Passphrase, VolumeId},
 };
 use std::path::PathBuf;
@@ -153,15 +152,14 @@ impl Node {
         self.note_leaving(attachment.in_phase(Phase::Unstaging))?;
         crash::point("node-unstage-intent");
         self.interrupt(id).await;
-        self.unmount_staged(&attachment).await?;
-        self.lead_no_more(id).await?;
+        self.let_go(id).await?;
         crash::point("node-unstage-relay");
         if let Service::Up(daemon) = service {
             daemon.stop(&self.supervisor).await?;
             info!(volume = %id, pid = daemon.pid(), reason = "unstaged", "daemon ended");
         }
         crash::point("node-unstage-stopped");
-        self.clear(id).await?;
+        self.remove_part(id).await?;
         self.attached().remove(id);
         self.nudge(); // what was in use may be merged now
         info!(volume = %id, "volume unstaged");
@@ -181,21 +179,31 @@ impl Node {
 
     /// Ends whatever still serves the volume, and removes its part of the run directory.
     pub(super) async fn clear(&self, id: &VolumeId) -> Result<(), Error> {
-        let dir = self.dir(id);
-        if dir.exists() {
-            let noted = store::load::<Attachment>(&dir.attachment()).ok().flatten();
-            if let Some(attachment) = noted {
-                self.unmount_staged(&attachment).await?;
-            }
-            self.lead_no_more(id).await?;
-            self.clear_readers(id).await?;
-            for slot in Slot::ALL {
-                let key = DaemonKey { volume: id.run_key(), slot };
-                self.supervisor.kill(&key).await?;
-            }
-            dir.remove().map_err(Error::run(dir.path()))?;
+        if self.dir(id).exists() {
+            self.let_go(id).await?;
+            self.remove_part(id).await?;
         }
         Ok(())
+    }
+
+    /// Has nobody use the volume any more. What is mounted is written first, so the daemon is there
+    /// for that.
+    pub(super) async fn let_go(&self, id: &VolumeId) -> Result<(), Error> {
+        if let Some(attachment) = self.noted(id) {
+            self.unmount_staged(&attachment).await?;
+        }
+        self.lead_no_more(id).await
+    }
+
+    /// Ends the daemons of a volume that nobody uses, and removes its part of the run directory.
+    async fn remove_part(&self, id: &VolumeId) -> Result<(), Error> {
+        self.clear_readers(id).await?;
+        for slot in Slot::ALL {
+            let key = DaemonKey { volume: id.run_key(), slot };
+            self.supervisor.kill(&key).await?;
+        }
+        let dir = self.dir(id);
+        dir.remove().map_err(Error::run(dir.path()))
     }
 
     /// An error unless the images of a volume are what the records say: a daemon would serve what a

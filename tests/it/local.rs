@@ -370,6 +370,30 @@ async fn a_crash_at_any_point_of_staging_a_file_system_heals_by_itself() {
     }
 }
 
+/// What was not synced is written as it is unmounted, which takes the daemon.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_pod_wrote_is_there_though_its_unstaging_broke_off() {
+    let mut driver = Driver::start().await;
+    for way in [Use::Ext4, Use::Xfs] {
+        driver.made("pvc-1", way).await;
+        let target = driver.opened("pvc-1", way).await;
+        open(&target, way).write_all(b"kept").unwrap();
+        driver.unpublish("pvc-1").await.unwrap();
+        driver.kill();
+        driver.launch(&[], Some("node-unstage-intent"));
+        driver.answers().await;
+        driver.unstage("pvc-1").await.unwrap_err();
+        assert!(!driver.ended().success());
+        driver.launch(&[], None);
+        driver.answers().await;
+        let target = driver.opened("pvc-1", way).await;
+        assert_eq!(get(&target, way, 4), b"kept");
+        driver.close("pvc-1").await;
+        driver.delete("pvc-1").await.unwrap();
+        driver.assert_empty().await;
+    }
+}
+
 /// The points that staging a file system comes past.
 pub(crate) const POINTS: [&str; 6] = [
     "node-stage-daemon",
