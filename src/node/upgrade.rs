@@ -15,7 +15,7 @@ use super::{Entrance, Error, Node};
 use crate::{
     chain::Chain,
     crash,
-    qsd::{self, Daemon, Launch, Outlet},
+    qsd::{self, Daemon, Launch},
     relay,
     run::DaemonKey,
     volume::{Claim, Format, Layer, Outcome, VolumeId},
@@ -77,10 +77,8 @@ impl Node {
         let launch = Launch { beside: Some(serving), ..launch };
         let daemon = launch.start(&self.supervisor).await.map_err(Error::daemon(id))?;
         crash::point("node-upgrade-beside");
-        let Outlet::Socket(socket) = daemon.outlet() else {
-            return Err(Error::BoundToDaemon { volume: id.clone(), form });
-        };
-        let stopped = match self.relay.switch(&next.volume, socket).await {
+        let socket = self.backend_socket(id, next.slot);
+        let stopped = match self.relay.switch(&next.volume, &socket).await {
             Ok(stopped) => stopped,
             Err(error) => return Err(self.stay(id, &next, error).await),
         };

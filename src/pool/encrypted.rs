@@ -1,17 +1,14 @@
 //! Encrypted layers, as files: made with a LUKS header, and put in the place of empty ones.
 
-use super::{Error, LAYERS, Pool};
+use super::{Error, Pool};
 use crate::{
     qcow2::{self, LuksHeader},
     store,
     units::Bytes,
     volume::{Format, LayerId},
 };
-use std::{
-    fs::{File, OpenOptions},
-    os::unix::fs::OpenOptionsExt as _,
-    path::Path,
-};
+use std::{fs::File, path::Path};
+use tempfile::{NamedTempFile, PersistError};
 
 impl Pool {
     /// Makes an empty encrypted layer of `size`, durably. It takes some 300 KiB, of key material.
@@ -21,15 +18,8 @@ impl Pool {
         size: Bytes,
         luks: &LuksHeader,
     ) -> Result<(), Error> {
-        self.require()?;
-        let path = self.layer(id, Format::Qcow2);
-        let create = || {
-            let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
-            qcow2::create_encrypted(&file, size, luks)?;
-            file.sync_all()?;
-            store::sync(&self.dir.join(LAYERS))
-        };
-        create().map_err(self.io("creating encrypted layer", &path))
+        let put = |file: NamedTempFile, path: &Path| file.persist_noclobber(path);
+        self.put_encrypted(id, size, luks, put, "creating encrypted layer")
     }
 
     /// Puts an empty encrypted layer in the place of one that holds nothing and that nobody has
@@ -40,17 +30,29 @@ impl Pool {
         size: Bytes,
         luks: &LuksHeader,
     ) -> Result<(), Error> {
+        let put = |file: NamedTempFile, path: &Path| file.persist(path);
+        self.put_encrypted(id, size, luks, put, "encrypting layer")
+    }
+
+    /// A crash leaves a temporary file to `sweep`.
+    fn put_encrypted(
+        &self,
+        id: LayerId,
+        size: Bytes,
+        luks: &LuksHeader,
+        put: fn(NamedTempFile, &Path) -> Result<File, PersistError>,
+        action: &'static str,
+    ) -> Result<(), Error> {
         self.require()?;
         let path = self.layer(id, Format::Qcow2);
-        let replace = || {
-            let dir = self.dir.join(LAYERS);
-            let file = tempfile::NamedTempFile::new_in(&dir)?; // a crash leaves it to `sweep`
+        let write = || {
+            let file = NamedTempFile::new_in(self.layers_dir())?;
             qcow2::create_encrypted(file.as_file(), size, luks)?;
             file.as_file().sync_all()?;
-            file.persist(&path)?;
-            store::sync(&dir)
+            put(file, &path)?;
+            store::sync(&self.layers_dir())
         };
-        replace().map_err(self.io("encrypting layer", &path))
+        write().map_err(self.io(action, &path))
     }
 
     /// The LUKS header of an encrypted layer.
