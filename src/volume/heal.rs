@@ -46,7 +46,13 @@ impl Volumes {
         for (id, pool) in snapshots {
             match self.heal_snapshot(&id) {
                 Found::Right => count += 1,
-                Found::Unreadable => _ = unclear.insert(pool),
+                Found::Unreadable => {
+                    unclear.insert(pool);
+                    // Of one that several have, none knows which of its layers it needs.
+                    unclear.extend(
+                        self.places(Kind::Snapshot, &id).map(|(pool, _)| pool.name().clone()),
+                    );
+                }
                 Found::Wrong => {}
             }
         }
@@ -137,10 +143,19 @@ impl Volumes {
 
     /// The one pool that has a record of this name, and where.
     fn only(&self, kind: Kind, name: impl fmt::Display) -> Option<(Arc<Pool>, PathBuf)> {
-        let place = |pool: &Arc<Pool>| (pool.clone(), pool.record(kind, &name));
-        let mut places = self.pools.iter().map(place).filter(|(_, path)| path.exists());
+        let mut places = self.places(kind, name);
         let place = places.next()?;
         places.next().is_none().then_some(place)
+    }
+
+    /// The pools that have a record of this name, each with where.
+    fn places(
+        &self,
+        kind: Kind,
+        name: impl fmt::Display,
+    ) -> impl Iterator<Item = (Arc<Pool>, PathBuf)> {
+        let place = move |pool: &Arc<Pool>| (pool.clone(), pool.record(kind, &name));
+        self.pools.iter().map(place).filter(|(_, path)| path.exists())
     }
 }
 

@@ -14,7 +14,9 @@ use std::{
     os::unix::fs::FileExt as _,
     path::{Path, PathBuf},
     process::Command,
+    time::Duration,
 };
+use tokio::time::sleep;
 use tonic::{Code, Status};
 
 const SIZE: usize = 4 << 20;
@@ -414,6 +416,37 @@ async fn what_was_damaged_at_the_start_is_served_once_it_is_put_right() {
     }
     until("all layers are gone", async || names(&driver.path("pool/layers")).is_empty()).await;
     driver.assert_empty().await;
+}
+
+/// Nobody knows which of the two is right, so what either of them may need stays as it is.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_snapshot_that_two_pools_have_keeps_its_layers_in_both() {
+    let second = tempfile::tempdir().unwrap();
+    let mut driver = with_second_pool(second.path()).await;
+    driver.snapshot("snap", "near").await.unwrap();
+    driver.create_from("child", Source::Snapshot("snap".into())).await.unwrap();
+    driver.delete("near").await.unwrap();
+    driver.terminate().await;
+    let pools = [driver.path("pool"), second.path().to_owned()];
+    let [own, others] = pools.clone().map(|pool| pool.join("records/snapshots/snap.json"));
+    fs::copy(&own, &others).unwrap();
+    let layers = || pools.iter().map(|pool| names(&pool.join("layers"))).collect::<Vec<_>>();
+    let before = layers();
+    relaunch(&mut driver, second.path()).await;
+    sleep(Duration::from_secs(8)).await; // it is looked at again every 5 s
+    assert_eq!(layers(), before);
+    assert!(driver.create_from("copy", Source::Snapshot("snap".into())).await.is_err());
+    // Of one pool less, it is the other's.
+    fs::remove_file(&others).unwrap();
+    until("it is clear whose it is", async || {
+        driver.create_from("copy", Source::Snapshot("snap".into())).await.is_ok()
+    })
+    .await;
+}
+
+async fn relaunch(driver: &mut Driver, second: &Path) {
+    driver.launch(&["--pool", &format!("second={}", second.display())], None);
+    driver.answers().await;
 }
 
 /// Nothing depends on the time of day: order, ids, deadlines and what is tried again.
