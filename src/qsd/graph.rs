@@ -290,6 +290,17 @@ pub(super) fn is_throttle(answer: &Value, throttle: &Throttle) -> bool {
     throttle.qemu().all(|(name, value)| answer[name] == value)
 }
 
+/// The same command as an option of the command line, if there is one.
+pub(super) fn option(command: &Command) -> Option<[String; 2]> {
+    let option = match command.name {
+        "object-add" => "--object",
+        "blockdev-add" => "--blockdev",
+        "block-export-add" => "--export",
+        _ => return None,
+    };
+    Some([option.to_owned(), command.arguments.to_string()])
+}
+
 /// Changes what is let pass.
 pub(super) fn set_throttle(throttle: &Throttle) -> Command {
     let path = format!("/objects/{THROTTLE}");

@@ -26,7 +26,7 @@ const PROGRAM: &str = r#"#!/bin/sh
 real=REAL dir=DIR
 case "$*" in *--version*) exec "$real" "$@" ;; esac
 echo started >>"$dir/starts"
-place=${2#*path=} place=${place%%/qmp.sock,*}
+all=$* place=${all#*id=qmp,path=} place=${place%%/qmp.sock,*}
 read -r word number <"$dir/mode"
 case $word in
     dies) echo "no such luck" >&2; exit 7 ;;
