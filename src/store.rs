@@ -98,9 +98,9 @@ pub fn replace_volatile<T: Serialize>(path: &Path, record: &T) -> Result<(), Err
     let write = || {
         let mut options = OpenOptions::new();
         let options = options.create(true).write(true).truncate(true).mode(0o600);
-        let mut file = options.open(&draft)?;
-        serde_json::to_writer_pretty(&mut file, record)?;
-        file.write_all(b"\n")?;
+        let mut text = serde_json::to_vec_pretty(record)?;
+        text.push(b'\n');
+        options.open(&draft)?.write_all(&text)?; // at once: to write each part of it takes longer
         move_to(&draft, path)
     };
     write().map_err(|source| {
