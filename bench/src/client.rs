@@ -131,6 +131,10 @@ impl Client {
 
     /// `NodeStageVolume` and `NodePublishVolume`.
     pub(crate) async fn attach(&mut self, volume: &str, paths: &Paths) -> anyhow::Result<Duration> {
+        Ok(self.stage(volume, paths).await? + self.publish(volume, paths).await?)
+    }
+
+    pub(crate) async fn stage(&mut self, volume: &str, paths: &Paths) -> anyhow::Result<Duration> {
         let begin = Instant::now();
         let request = pb::NodeStageVolumeRequest {
             volume_id: volume.to_owned(),
@@ -139,6 +143,15 @@ impl Client {
             ..Default::default()
         };
         self.node.node_stage_volume(request).await.context("NodeStageVolume")?;
+        Ok(begin.elapsed())
+    }
+
+    pub(crate) async fn publish(
+        &mut self,
+        volume: &str,
+        paths: &Paths,
+    ) -> anyhow::Result<Duration> {
+        let begin = Instant::now();
         let request = pb::NodePublishVolumeRequest {
             volume_id: volume.to_owned(),
             staging_target_path: text(&paths.staging),
