@@ -634,7 +634,9 @@ impl Node {
         let Some(one) = attached.get_mut(volume) else { return };
         self.note_entrance(one, &daemon, entrance);
         one.service = Service::Up(daemon.clone());
-        one.image = Image::Hidden; // until it is looked at
+        if !matches!(entrance, Entrance::Staged) {
+            one.image = Image::Hidden; // until it is looked at
+        }
         self.tasks.spawn(self.clone().watch_monitor(volume.clone(), daemon));
     }
 

@@ -74,6 +74,11 @@ impl Attachment {
         reads && self.form == Form::VhostUser
     }
 
+    /// Whether some target of it may be one where the socket is everybody's.
+    pub(super) fn may_share_socket(&self) -> bool {
+        self.form == Form::VhostUser && self.access.access() == Access::Write
+    }
+
     /// Whether it is published where the socket is everybody's, with `disk.img` beside it.
     pub(super) fn shares_socket(&self) -> bool {
         self.targets.iter().any(|target| !self.has_reader_at(target))

@@ -2,10 +2,13 @@
 //! without our hook, exporters, people.
 //!
 //! ```text
-//!  hidden -- published --> shown <-- it left, a VM connects --> closed -- work that it forbids --> hidden
+//!  closed -- published --> shown <-- it left, a VM connects --> closed -- work that it forbids --> hidden
 //!    ^                       |                                    |                                 |
-//!    +---- volume unstaged --+------------------------------------+               VM left: shown <--+
+//!  staged        unstaged <--+------------------------------------+               VM left: shown <--+
 //! ```
+//!
+//! To mount it takes some milliseconds, most of them in the mount program that libfuse starts. So that
+//! begins as the volume is staged, and publishing waits for what is left of it.
 //!
 //! Whoever has the file open would not survive a change of the graph or another daemon, nor would a
 //! pod that has it mounted: it sees the file that was there when its container started, or none
@@ -15,7 +18,7 @@
 //! Two writers would know nothing of each other: a VM at the socket closes the file to all but root,
 //! and while somebody has it open, the relay lets no VM in.
 
-use super::{Error, Form, Group, HostPath, Node, Service};
+use super::{Error, Form, Group, HostPath, Node, Service, attachment::Attachment};
 use crate::{
     blocking::blocking,
     chain::Chain,
@@ -56,6 +59,37 @@ pub(super) const CONTESTED: &str = "somebody opened disk.img as a VM connected t
                                     of both may overwrite what the other wrote";
 
 impl Node {
+    /// Begins to have the file there, in a daemon that was just started for an attachment that
+    /// nobody has yet: what is to be said of the file from then on.
+    ///
+    /// It is root's alone until the volume is published. What came of it the daemon says then, and
+    /// what did not succeed is done in the usual way. A crash leaves what unstaging removes, or what
+    /// the next driver finds.
+    pub(super) async fn begin_image(&self, intent: &Attachment, daemon: &Daemon) -> Image {
+        let id = &intent.volume;
+        let begun = async {
+            let volume = self.volumes.find(id)?;
+            let size = volume.size();
+            // Other sizes are possible while a volume grows; the usual way asks for the right one.
+            let is_exact = volume.layers().first().is_some_and(|active| active.size == size);
+            if !intent.may_share_socket() || !is_exact || daemon.require_files().is_err() {
+                return Ok(Image::Hidden);
+            }
+            let dir = self.dir(id);
+            let place = dir.clone();
+            blocking(move || place.clear_image()).await.map_err(Error::run(dir.path()))?;
+            crash::point("image-place");
+            let begun = daemon.begin_image(&dir.image(), size).await;
+            begun.map_err(|error| Error::daemon(id)(error.into()))?;
+            crash::point("image-begun");
+            Ok(Image::Closed)
+        };
+        begun.await.unwrap_or_else(|error: Error| {
+            warn!(volume = %id, error = %Chain(&error), "disk.img");
+            Image::Hidden
+        })
+    }
+
     /// Sees to it that the file is there if it is to be, and closed if it is to be.
     ///
     /// A crash at any point leaves what the next driver finds and does the rest of.
@@ -65,10 +99,10 @@ impl Node {
         if one.attachment.form != Form::VhostUser {
             return Ok(());
         }
-        let is_shown = daemon.shows_image().await;
+        let (is_shown, has_guest) = tokio::join!(daemon.shows_image(), self.has_guest(id));
         let is_shown = is_shown.map_err(|error| Error::daemon(id)(error.into()))?;
         let is_published = one.attachment.shares_socket();
-        let is_free = is_published && !self.has_guest(id).await;
+        let is_free = is_published && !has_guest;
         match (is_free, is_shown) {
             (true, false) => self.show_image(id, &daemon).await,
             (true, true) => self.open_image(id).await,

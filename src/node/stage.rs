@@ -3,6 +3,7 @@
 use super::{
     Attached, Capability, Cause, Entrance, Error, Form, HostPath, Node, Service,
     attachment::{Attachment, Phase},
+    image::Image,
 };
 use crate::{
     blocking::blocking,
@@ -100,12 +101,14 @@ impl Node {
             self.keep_secrets(id, stage)?;
             self.interrupt(id).await;
             self.encrypt(claim, stage.passphrase.as_ref()).await?;
-            let daemon = if is_left_over {
-                self.try_restart(id).await?.0
+            let (daemon, image) = if is_left_over {
+                (self.try_restart(id).await?.0, Image::Hidden)
             } else {
                 let launch = self.launch(id, Slot::A)?;
                 self.check_images(id).await?;
-                launch.start(&self.supervisor).await.map_err(Error::daemon(id))?
+                let daemon = launch.start(&self.supervisor).await.map_err(Error::daemon(id))?;
+                let image = self.begin_image(&intent, &daemon).await;
+                (daemon, image)
             };
             crash::point("node-stage-daemon");
             self.lead_to(id, &daemon).await?;
@@ -114,7 +117,7 @@ impl Node {
             self.blame(Some(&daemon), id, mounted).await?;
             let staged = intent.in_phase(Phase::Staged);
             self.save(&staged)?;
-            self.attached().insert(id.clone(), Attached::new(staged));
+            self.attached().insert(id.clone(), Attached { image, ..Attached::new(staged) });
             self.serves(id, daemon, Entrance::Staged);
             let Capability { access, form, .. } = &stage.capability;
             info!(volume = %id, access = access.as_str(), %form, "volume staged");

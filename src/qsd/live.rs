@@ -191,6 +191,15 @@ impl Daemon {
         Ok(())
     }
 
+    /// Begins the same in a daemon that was just started, for a volume of this size, and waits for
+    /// nothing. The daemon says what came of it when it is asked: it answers in order.
+    pub async fn begin_image(&self, file: &Path, size: Bytes) -> Result<(), Error> {
+        for command in graph::image(file, size.count(), self.durability()) {
+            self.monitor().send(command).await?;
+        }
+        Ok(())
+    }
+
     /// Takes back the file, or what is left of it; whoever has it open sees errors.
     pub async fn hide_image(&self) -> Result<(), Error> {
         if self.shows_image().await? {

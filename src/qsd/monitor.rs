@@ -10,7 +10,7 @@ use tokio::{
     io::{AsyncRead, AsyncWriteExt as _},
     net::{UnixStream, unix::OwnedWriteHalf},
     sync::{mpsc, oneshot},
-    time::timeout,
+    time::{Instant, timeout},
 };
 use tokio_stream::StreamExt as _;
 use tokio_util::codec::{FramedRead, LinesCodec};
@@ -120,17 +120,24 @@ impl Monitor {
         self.exchange(command, limit).await
     }
 
+    /// Sends a command whose answer nobody waits for. What is sent later is answered later.
+    pub(super) async fn send(&self, command: Command) -> Result<(), Error> {
+        let (reply, _) = oneshot::channel();
+        self.calls.send(Call { command, reply }).await.map_err(|_| Error::Closed)
+    }
+
     /// Ends when the connection does.
     pub async fn closed(&self) {
         self.calls.closed().await;
     }
 
     async fn exchange(&self, command: Command, limit: Duration) -> Result<Value, Error> {
-        let name = command.name;
+        let (name, begin) = (command.name, Instant::now());
         let exchange = async {
             let (reply, answer) = oneshot::channel();
             self.calls.send(Call { command, reply }).await.map_err(|_| Error::Closed)?;
             let outcome = answer.await.map_err(|_| Error::Closed)?;
+            tracing::debug!(command = name, elapsed = ?begin.elapsed(), "answered");
             outcome.map_err(|desc| Error::Refused { command: name, desc })
         };
         let expired = Error::Deadline { command: name, limit };

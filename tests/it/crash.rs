@@ -31,13 +31,21 @@ const POINTS: [(&str, &[&str]); 19] = [
             "volume-create-done",
         ],
     ),
-    ("stage", &["node-stage-intent", "node-stage-daemon", "node-stage-served", "node-stage-done"]),
+    (
+        "stage",
+        &[
+            "node-stage-intent",
+            "image-place",
+            "image-begun",
+            "node-stage-daemon",
+            "node-stage-served",
+            "node-stage-done",
+        ],
+    ),
     (
         "publish",
         &[
             "node-publish-intent",
-            "image-place",
-            "image-shown",
             "node-publish-directory",
             "node-publish-bound",
             "node-publish-done",
@@ -73,7 +81,14 @@ const POINTS: [(&str, &[&str]); 19] = [
     ("restore", &["volume-create-layer", "volume-create-layer-record", "volume-create-done"]),
     (
         "expand",
-        &["volume-expand-intent", "image-hidden", "volume-expand-grown", "volume-expand-done"],
+        &[
+            "volume-expand-intent",
+            "image-hidden",
+            "volume-expand-grown",
+            "image-place",
+            "image-shown",
+            "volume-expand-done",
+        ],
     ),
     ("modify", &["volume-modify-recorded"]),
     ("snapshot above", &["snapshot-intent"]),
