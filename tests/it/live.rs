@@ -3,7 +3,7 @@
 use crate::{
     copies::{Source, Wish},
     harness::{Dice, Driver, LIMIT, names, signal, until},
-    hunt::{self, assert_holds},
+    hunt::{self, Outcome, assert_holds},
     model::{
         guest::{Action, Guest, LONGEST},
         picture::{Picture, SECTOR, read},
@@ -159,6 +159,12 @@ struct Loaded {
     job: Job,
 }
 
+/// A guest should not be without an answer for so long.
+const GOAL: Duration = Duration::from_millis(50);
+
+/// About as long as a hundred snapshots take.
+const BASELINE: Duration = Duration::from_secs(6);
+
 /// Twice what the load needs, so that a snapshot is read in no time.
 const DISK: u64 = 32 << 20;
 
@@ -198,11 +204,19 @@ impl Loaded {
         bytes[..bytes.len() / 2].chunks(4096).map(|block| sequence_of(block, snapshot)).collect()
     }
 
+    /// Ends the load, and begins another.
+    async fn turn(mut self, what: &str) -> Self {
+        let (outcome, _) = hunt::end(&mut self.vm, self.job).await;
+        tell_stalls(what, &outcome);
+        outcome.assert_clean();
+        let job = hunt::begin(&mut self.vm, "").await;
+        Self { job, ..self }
+    }
+
     /// Ends the load, and sees that all it wrote is there, in the guest and behind it.
     async fn end(mut self, what: &str) {
         let (outcome, table) = hunt::end(&mut self.vm, self.job).await;
-        tell_hunt(what, &outcome);
-        tell(&format!("{what}: times without any answer"), outcome.stalls.clone());
+        tell_stalls(what, &outcome);
         outcome.assert_clean();
         self.vm.assert_no_errors().await;
         self.vm.power_off().await;
@@ -226,6 +240,14 @@ impl Loaded {
     }
 }
 
+/// Prints what a guest felt.
+fn tell_stalls(what: &str, outcome: &Outcome) {
+    tell_hunt(what, outcome);
+    let stalls = &outcome.stalls;
+    let long = stalls.iter().filter(|stall| **stall >= GOAL).count();
+    tell(&format!("{what}: {long} of {GOAL:?} or more; times without any answer"), stalls.clone());
+}
+
 /// The number of the write that a block is of; each of its sectors holds a whole one.
 fn sequence_of(block: &[u8], snapshot: &str) -> u64 {
     let word =
@@ -239,9 +261,13 @@ fn sequence_of(block: &[u8], snapshot: &str) -> u64 {
 }
 
 /// No write that a snapshot has is missing in the next one.
+/// What a guest feels is told of each part: with no snapshot at all, which is what the machine does to
+/// it; while snapshots are taken; and while they are deleted, and layers merged.
 #[tokio::test]
 async fn a_hundred_snapshots_are_taken_under_a_vm() {
     let work = Loaded::begin().await;
+    tokio::time::sleep(BASELINE).await;
+    let work = work.turn("no snapshot").await;
     let mut dice = Dice::new(21);
     let (mut times, mut before) = (Vec::new(), Vec::new());
     let count = rounds(100);
@@ -260,6 +286,7 @@ async fn a_hundred_snapshots_are_taken_under_a_vm() {
     tell("CreateSnapshot under a VM", times);
     let chain = work.merged().await;
     assert_eq!(chain, count + 1, "every layer has a name");
+    let work = work.turn(&format!("{count} snapshots")).await;
     let mut left: Vec<_> = (0..count).map(|number| format!("snap-{number}")).collect();
     while left.len() > 3 {
         let at = usize::try_from(dice.roll(left.len().try_into().unwrap())).unwrap();
@@ -267,7 +294,7 @@ async fn a_hundred_snapshots_are_taken_under_a_vm() {
         tokio::time::sleep(Duration::from_millis(dice.roll(60))).await;
     }
     assert_eq!(work.merged().await, left.len() + 1, "every layer has a name");
-    work.end("100 snapshots").await;
+    work.end("deletions").await;
 }
 
 #[tokio::test]

@@ -30,6 +30,9 @@ pub(crate) fn rounds(few: usize) -> usize {
 
 /// Prints p50, p99 and the longest of some times.
 pub(crate) fn tell(what: &str, mut times: Vec<Duration>) {
+    if times.is_empty() {
+        return eprintln!("{what}: never");
+    }
     times.sort();
     let at = |part: usize| times[(times.len() * part).div_ceil(100).max(1) - 1];
     let (count, p50, p99, max) = (times.len(), at(50), at(99), at(100));
