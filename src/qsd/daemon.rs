@@ -580,8 +580,7 @@ impl Daemon {
     /// The layers that it has open, by the names of their nodes: those below the export from the
     /// active one down, and others.
     async fn layers(&self) -> Result<(Vec<String>, BTreeSet<String>), monitor::Error> {
-        let graph = Command::new("x-debug-query-block-graph", json!({}));
-        Ok(graph::layers_of(&self.execute(graph).await?))
+        Ok(graph::layers_of(&self.execute(graph::query_graph()).await?))
     }
 
     pub(super) fn monitor(&self) -> &Monitor {

@@ -110,8 +110,8 @@ impl Daemon {
         below: Option<&Layer>,
         access: Access,
     ) -> Result<(), Error> {
-        let nodes = self.execute(graph::query_nodes()).await?;
-        let reopen = graph::reopen(layer, below, access, &nodes).ok_or_else(|| {
+        let graph = self.execute(graph::query_graph()).await?;
+        let reopen = graph::reopen(layer, below, access, &graph).ok_or_else(|| {
             let desc = format!("{} is not open", layer.place);
             Error::Refused { command: "blockdev-reopen", desc }
         })?;
