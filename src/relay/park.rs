@@ -64,6 +64,9 @@ impl Session {
             return Err("no daemon is connected".to_owned());
         }
         let rings = self.said.started_sizes();
+        if self.inflight.is_none() && !rings.is_empty() {
+            return Err("its requests are not noted".to_owned());
+        }
         if let Err(lost) = self.drain(place, &rings) {
             let why = lost.why.clone();
             self.lose(place, lost); // the next one starts with the front-end's kicks

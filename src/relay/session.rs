@@ -12,7 +12,7 @@
 //! what came of it.
 
 use super::{
-    backend::{self, Abilities},
+    backend::{self, Abilities, Tracking},
     inflight::Inflight,
     kept::{Commit, FRONT, Thing},
     link::{Link, Lost, has_ended},
@@ -85,6 +85,10 @@ pub(super) struct FrontNote {
     pub(super) protocol: Option<u64>,
     /// Whether the inflight buffer is the relay's own, not the front-end's.
     pub(super) own_inflight: bool,
+    /// Whether requests are noted, as was settled when it came. Not known of one that an earlier
+    /// version let in.
+    #[serde(default)]
+    pub(super) tracking: Option<Tracking>,
 }
 
 pub(super) const CONFIG: &str = "config";
@@ -95,7 +99,8 @@ impl Session {
     pub(super) fn new(socket: OwnedFd, place: &Place) -> Self {
         let pid = pid_of(&socket);
         let since = crate::clock::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        let note = FrontNote { pid, since, protocol: None, own_inflight: false };
+        let tracking = Some(place.tracking);
+        let note = FrontNote { pid, since, protocol: None, own_inflight: false, tracking };
         let mut session = Self {
             front: Front { socket: Arc::new(socket), channel: None, note },
             said: Said::default(),
@@ -138,6 +143,15 @@ impl Session {
             session.link = Link::begin();
         }
         Some(session)
+    }
+
+    /// Whether its requests are noted, which stays as it was when the front-end came.
+    pub(super) fn tracking(&self) -> Option<Tracking> {
+        self.front.note.tracking.or(match (&self.inflight, self.said.started().is_empty()) {
+            (Some(_), _) => Some(Tracking::Works),
+            (None, false) => Some(Tracking::Unavailable),
+            (None, true) => None,
+        })
     }
 
     /// Ends what is kept of a session that cannot be restored: its front-end connects again, and

@@ -134,6 +134,9 @@ impl Volume {
         if session.is_none() {
             Session::forget_remains(things, &place);
         }
+        if let Some(tracking) = session.as_ref().and_then(Session::tracking) {
+            place.tracking = tracking;
+        }
         if let Some(backend) = session.as_ref().and_then(|one| one.link.backend()) {
             place.abilities = Some(backend.abilities);
         }

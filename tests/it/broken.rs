@@ -509,3 +509,77 @@ async fn a_clock_that_jumps_changes_nothing_but_what_it_says() {
     assert!(delta("s1", "s4").await.unwrap().is_some());
     assert_eq!(delta("s4", "s1").await.unwrap_err().code(), Code::InvalidArgument);
 }
+
+/// An older record names a layer that is frozen by now, also where no snapshot does: a clone stands on it.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_older_record_writes_to_nothing_that_a_clone_stands_on() {
+    let mut driver = Driver::start().await;
+    let size = i64::try_from(SIZE).unwrap();
+    let request = Use::Block.create("v", None, size);
+    driver.controller().create_volume(request).await.unwrap();
+    put_device(&driver.opened("v", Use::Block).await, 0, &vec![1; SIZE]);
+    driver.close_one("v").await;
+    let volume = driver.path("pool/records/volumes/v.json");
+    let older = fs::read(&volume).unwrap();
+    driver.create_from("k", Source::Volume("v".into())).await.unwrap();
+    driver.terminate().await;
+    put(&volume, &older);
+    driver.launch(&[], None);
+    driver.answers().await;
+    eprintln!("v is told to be {:?}", driver.told("v").await);
+    put_device(&driver.opened("v", Use::Block).await, 0, &vec![2; SIZE]);
+    driver.close_one("v").await;
+    let seen = content_of(&driver.opened("k", Use::Block).await).unwrap();
+    assert!(seen == vec![1; SIZE], "the clone shows {} of another volume", seen[0]);
+}
+
+/// A volume that is right again a moment before its snapshots takes nothing from them.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_snapshot_needs_that_is_not_right_yet_stays_while_its_volume_is_served() {
+    let mut driver = Driver::start().await;
+    let size = i64::try_from(SIZE).unwrap();
+    driver.controller().create_volume(Use::Block.create("v", None, size)).await.unwrap();
+    put_device(&driver.opened("v", Use::Block).await, 0, &vec![1; SIZE]);
+    driver.close_one("v").await;
+    let (layer, spare) = (driver.active("v"), driver.path("spare"));
+    let all: Vec<_> = (0..12).map(|number| format!("s{number:02}")).collect();
+    for name in &all {
+        driver.snapshot(name, "v").await.unwrap();
+    }
+    driver.terminate().await;
+    fs::write(&spare, b"").unwrap();
+    let exchange = {
+        let layer = layer.clone();
+        move || {
+            use rustix::fs::{CWD, RenameFlags, renameat_with};
+            renameat_with(CWD, &layer, CWD, &spare, RenameFlags::EXCHANGE).unwrap();
+        }
+    };
+    exchange();
+    driver.launch(&[], None);
+    driver.answers().await;
+    assert!(driver.told("v").await.abnormal);
+    // It is put back while it is looked at.
+    let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let (stopped, file) = (stop.clone(), layer.clone());
+    let putter = std::thread::spawn(move || {
+        while !stopped.load(std::sync::atomic::Ordering::SeqCst) {
+            exchange();
+            std::thread::sleep(Duration::from_micros(30));
+        }
+        if fs::metadata(&file).unwrap().len() == 0 {
+            exchange();
+        }
+    });
+    until("the volume is right", async || !driver.told("v").await.abnormal).await;
+    stop.store(true, std::sync::atomic::Ordering::SeqCst);
+    putter.join().unwrap();
+    sleep(Duration::from_secs(12)).await;
+    let mut lost = Vec::new();
+    for name in &all {
+        let copy =
+            driver.create_from(&format!("copy-{name}"), Source::Snapshot(name.clone())).await;
+        lost.extend(copy.err().map(|error| format!("{name}: {}", error.message())));
+    }
+    assert!(lost.is_empty(), "lost {lost:#?}");
+}

@@ -698,3 +698,51 @@ fn kills_of_keeper_and_worker_lose_no_request_of_a_front_end_that_does_not_wait(
         sleep(Duration::from_millis(300)); // the keeper is given everything
     }
 }
+
+/// A VM that came while requests could not be noted has no buffer, whoever relays it by then.
+#[test]
+fn rings_without_a_buffer_are_never_said_to_be_held_back() {
+    let mut relay = Relay::start();
+    let key = process::key(1);
+    std::fs::create_dir_all(relay.run().join(&key).join("export")).unwrap();
+    let attach = json!({"key": key, "backend": relay.backend(&key), "tracking": "unavailable"});
+    assert_eq!(relay.ask(&json!({ "attach": attach })), "done");
+    relay.start_daemon(&key);
+    let mut disk = Disk::open(&relay.socket(&key));
+    disk.works(0, 1);
+    relay.attach(&key); // the next driver's trial went well
+    let refused = hold_back(&relay, &key);
+    assert!(refused["refused"].is_string(), "{refused}");
+    let worker = relay.worker();
+    crate::harness::signal(worker, "KILL");
+    until("another worker answers", || relay.worker() != worker);
+    disk.works(0, 2);
+    let ended = disk.ended();
+    let answer = hold_back(&relay, &key);
+    disk.begin_write(0, 3);
+    sleep(Duration::from_millis(300));
+    let has_flown = disk.ended() != ended;
+    let resumed = relay.ask(&json!({ "resume": key }));
+    eprintln!("pause {answer}, flown {has_flown}, resume {resumed}");
+    assert!(!has_flown || resumed == json!({"resumed": false}), "{answer} {resumed}");
+}
+
+/// What a VM took while requests were noted, it keeps, whatever the next driver's trial finds.
+#[test]
+fn a_front_end_with_a_buffer_finds_the_next_daemon_after_a_trial_that_failed() {
+    let mut relay = Relay::start();
+    let key = relay.serve(1);
+    let mut disk = Disk::open(&relay.socket(&key));
+    disk.works(0, 1);
+    let attach = json!({"key": key, "backend": relay.backend(&key), "tracking": "unavailable"});
+    assert_eq!(relay.ask(&json!({ "attach": attach })), "done");
+    let worker = relay.worker();
+    crate::harness::signal(worker, "KILL");
+    until("another worker answers", || relay.worker() != worker);
+    disk.works(0, 2);
+    relay.kill_daemon(&key);
+    relay.start_daemon(&key);
+    sleep(Duration::from_secs(2));
+    eprintln!("trouble {}", relay.status(&key)["front_end"]["trouble"]);
+    disk.works(1, 3);
+}
