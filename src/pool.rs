@@ -235,6 +235,9 @@ impl Pool {
         let place = self.place.try_clone().map_err(self.io("opening", &self.dir))?;
         let (name, dir) = (self.name.clone(), self.dir.clone());
         let again = Self { name, dir, place, waits: Mutex::default() };
+        if again.require().is_err() {
+            return Ok(None); // what is at its place now, nobody has locked
+        }
         match again.is_one() {
             Ok(true) => {}
             Ok(false) | Err(Error::Store { source: store::Error::Damaged { .. }, .. }) => {

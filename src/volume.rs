@@ -490,7 +490,7 @@ impl Volumes {
 
 fn entry(state: &State, id: &VolumeId, kept: &Kept<VolumeRecord>) -> Entry {
     match kept {
-        Kept::Damaged { pool, reason } => {
+        Kept::Damaged { pool, reason, .. } => {
             Entry::Damaged { pool: pool.clone(), reason: reason.clone() }
         }
         Kept::Usable { pool, record } => match state.layers_from(record.phase.active()) {

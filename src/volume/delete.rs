@@ -26,7 +26,7 @@ impl Volumes {
             Some(Kept::Usable { pool, .. }) => {
                 self.intend_deletion(pool, id).map_err(Error::pool(id))?;
             }
-            Some(Kept::Damaged { pool, reason }) => {
+            Some(Kept::Damaged { pool, reason, .. }) => {
                 self.require_no_wait(pool).map_err(Error::pool(id))?;
                 return Err(Error::Damaged { volume: id.clone(), reason: reason.clone() });
             }

@@ -72,7 +72,9 @@ impl Volumes {
     /// Reads a pool that can be used by now, and drives it to rest before anybody has it.
     fn take_in(&self, pool: &Arc<Pool>) -> Result<bool, pool::Error> {
         let Some(own) = pool.again()? else { return Ok(false) };
-        let taken = Self::recover(vec![Arc::new(own)], self.overcommit)?;
+        let own = Arc::new(own);
+        let taken = Self::recover(vec![own.clone()], self.overcommit)?;
+        own.require()?;
         let taken = std::mem::take(&mut *taken.state.lock());
         let mut state = self.state.lock();
         state.volumes.retain(|_, kept| kept.pool() != pool.name());
@@ -104,7 +106,11 @@ impl Volumes {
             return Found::Unreadable;
         }
         let layers = {
-            let state = self.state.lock();
+            let mut state = self.state.lock();
+            // Kept from now on, whatever is found of it.
+            if let Some(Kept::Damaged { keeps, .. }) = state.snapshots.get_mut(id) {
+                *keeps = Some(record.layer);
+            }
             if state.volume_on(record.layer).is_some() {
                 return Found::Wrong; // which writes to what the snapshot is to keep
             }

@@ -130,6 +130,9 @@ impl Volumes {
                 Ok(false) => self.take_back_snapshot(pool, &id, &record),
                 Err(reason) => {
                     error!(snapshot = %id, reason, "a snapshot that broke off; left alone");
+                    let (pool, keeps) = (pool.name().clone(), Some(record.layer));
+                    let kept = Kept::Damaged { pool, reason: reason.to_owned(), keeps };
+                    self.state.lock().snapshots.entry(id).or_insert(kept);
                     continue;
                 }
             };
@@ -162,7 +165,7 @@ impl Volumes {
             error!(volume = %id, reason, "damaged; left alone");
             let mut state = self.state.lock();
             let Some(kept) = state.volumes.get_mut(&id) else { continue };
-            *kept = Kept::Damaged { pool: kept.pool().clone(), reason };
+            *kept = Kept::damaged(kept.pool(), reason);
         }
         let usable = |(id, kept): (&SnapshotId, &Kept<SnapshotRecord>)| {
             kept.usable().is_some().then(|| id.clone())
@@ -174,7 +177,8 @@ impl Volumes {
             let Some(reason) = reason else { continue };
             error!(snapshot = %id, reason, "damaged; left alone");
             let Some(kept) = state.snapshots.get_mut(&id) else { continue };
-            *kept = Kept::Damaged { pool: kept.pool().clone(), reason };
+            let keeps = kept.usable().map(|(_, record)| record.layer);
+            *kept = Kept::Damaged { pool: kept.pool().clone(), reason, keeps };
         }
     }
 
@@ -268,6 +272,9 @@ impl State {
         let named = |name: &SnapshotId| format!("snapshot {name} is to keep it as it is");
         let other = self.volumes.iter().find_map(writes);
         let other = other.or_else(|| self.snapshots_of(active).next().map(named));
+        // As with an older record, from before a clone was made. What broke off is needed by nobody.
+        let above = || self.children(active).find(|child| self.is_needed(*child));
+        let other = other.or_else(|| Some(format!("layer {} stands on it", above()?)));
         other.map(|other| format!("the layer that it writes to, {active}, is not its own: {other}"))
     }
 }
@@ -321,7 +328,7 @@ fn read_volumes(state: &mut State, pool: &Arc<Pool>) -> Result<(), pool::Error> 
             read.and_then(|record| named(&path, VolumeId::of_name(&record.name) == id, record));
         let kept = keep(pool, read).unwrap_or_else(|reason| {
             error!(volume = %id, reason, "damaged; left alone");
-            Kept::Damaged { pool: pool.name().clone(), reason }
+            Kept::damaged(pool.name(), reason)
         });
         state.take_in_volume(id, kept);
     }
@@ -351,7 +358,7 @@ fn read_snapshots(state: &mut State, pool: &Arc<Pool>) -> Result<(), pool::Error
         let kept = keep(pool, read).unwrap_or_else(|reason| {
             error!(snapshot = %id, reason, "damaged; left alone");
             state.unclear.insert(pool.name().clone());
-            Kept::Damaged { pool: pool.name().clone(), reason }
+            Kept::damaged(pool.name(), reason)
         });
         state.take_in_snapshot(id, kept);
     }
@@ -366,7 +373,7 @@ fn note_names(state: &mut State, pool: &Pool, reason: &str) -> Result<(), pool::
         let Ok(id) = VolumeId::try_from(stem) else { continue };
         let kept = match state.volumes.get(&id) {
             Some(other) => twice(&format!("volume {id}"), other.pool(), name),
-            None => Kept::Damaged { pool: name.clone(), reason: reason.to_owned() },
+            None => Kept::damaged(name, reason.to_owned()),
         };
         state.volumes.insert(id, kept);
     }
@@ -377,7 +384,7 @@ fn note_names(state: &mut State, pool: &Pool, reason: &str) -> Result<(), pool::
                 state.unclear.insert(other.pool().clone());
                 twice(&format!("snapshot {id}"), other.pool(), name)
             }
-            None => Kept::Damaged { pool: name.clone(), reason: reason.to_owned() },
+            None => Kept::damaged(name, reason.to_owned()),
         };
         state.snapshots.insert(id, kept);
     }
@@ -396,7 +403,7 @@ pub(super) fn named<Record>(path: &Path, is_its: bool, record: Record) -> Result
 fn twice<Record>(what: &str, pool: &PoolName, other: &PoolName) -> Kept<Record> {
     let reason = format!("pools {other} and {pool} both have a {what}");
     error!(reason, "damaged; left alone");
-    Kept::Damaged { pool: pool.clone(), reason }
+    Kept::damaged(pool, reason)
 }
 
 pub(super) fn load<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, String> {

@@ -333,7 +333,7 @@ pub(super) fn entry(
 ) -> SnapshotEntry {
     let (pool, record) = match kept {
         Kept::Usable { pool, record } => (pool, record),
-        Kept::Damaged { pool, reason } => {
+        Kept::Damaged { pool, reason, .. } => {
             return SnapshotEntry::Damaged { pool: pool.clone(), reason: reason.clone() };
         }
     };

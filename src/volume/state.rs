@@ -52,8 +52,16 @@ pub(super) struct State {
 /// A record that can be used, or the reason why not.
 #[derive(Clone, Debug)]
 pub(super) enum Kept<Record> {
-    Usable { pool: Arc<Pool>, record: Record },
-    Damaged { pool: PoolName, reason: String },
+    Usable {
+        pool: Arc<Pool>,
+        record: Record,
+    },
+    Damaged {
+        pool: PoolName,
+        reason: String,
+        /// The layer that a snapshot is to keep all the same, as its record says.
+        keeps: Option<LayerId>,
+    },
 }
 
 /// A layer that there is.
@@ -89,6 +97,11 @@ impl Drop for Hold {
 }
 
 impl<Record> Kept<Record> {
+    /// One of which nobody knows what it needs.
+    pub(super) fn damaged(pool: &PoolName, reason: String) -> Self {
+        Self::Damaged { pool: pool.clone(), reason, keeps: None }
+    }
+
     pub(super) fn usable(&self) -> Option<(&Arc<Pool>, &Record)> {
         match self {
             Self::Usable { pool, record } => Some((pool, record)),
@@ -158,10 +171,11 @@ impl State {
         self.volumes.iter().find_map(|(volume, kept)| on_it(kept).then_some(volume))
     }
 
-    /// The snapshots that name this layer.
+    /// The snapshots that name this layer, also those that cannot be used now.
     pub(super) fn snapshots_of(&self, id: LayerId) -> impl Iterator<Item = &SnapshotId> {
-        let of_it = move |kept: &Kept<SnapshotRecord>| {
-            kept.usable().is_some_and(|(_, record)| record.layer == id)
+        let of_it = move |kept: &Kept<SnapshotRecord>| match kept {
+            Kept::Usable { record, .. } => record.layer == id,
+            Kept::Damaged { keeps, .. } => *keeps == Some(id),
         };
         self.snapshots.iter().filter_map(move |(name, kept)| of_it(kept).then_some(name))
     }

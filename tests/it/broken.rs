@@ -526,9 +526,10 @@ async fn an_older_record_writes_to_nothing_that_a_clone_stands_on() {
     put(&volume, &older);
     driver.launch(&[], None);
     driver.answers().await;
-    eprintln!("v is told to be {:?}", driver.told("v").await);
-    put_device(&driver.opened("v", Use::Block).await, 0, &vec![2; SIZE]);
-    driver.close_one("v").await;
+    let told = driver.told("v").await;
+    assert!(told.abnormal && told.message.contains("stands on it"), "{told:?}");
+    assert_eq!(driver.stage("v").await.unwrap_err().code(), Code::Internal);
+    assert!(!driver.told("k").await.abnormal);
     let seen = content_of(&driver.opened("k", Use::Block).await).unwrap();
     assert!(seen == vec![1; SIZE], "the clone shows {} of another volume", seen[0]);
 }
@@ -547,7 +548,7 @@ async fn what_a_snapshot_needs_that_is_not_right_yet_stays_while_its_volume_is_s
         driver.snapshot(name, "v").await.unwrap();
     }
     driver.terminate().await;
-    fs::write(&spare, b"").unwrap();
+    fs::File::create(&spare).unwrap();
     let exchange = {
         let layer = layer.clone();
         move || {
