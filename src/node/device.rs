@@ -297,7 +297,9 @@ impl LoopDevice {
 
     /// Whether it is still there: this one, and not another that has its number by now.
     fn is_attached(&self) -> bool {
-        status::is_over(self.number, &self.file) && status::sequence(self.number) == self.sequence
+        let is_same = |(now, then)| now == then; // what cannot be read says nothing
+        let both = status::sequence(self.number).zip(self.sequence);
+        status::is_over(self.number, &self.file) && both.is_none_or(is_same)
     }
 
     async fn losetup(&self, option: &str) -> Result<(), Error> {

@@ -3,7 +3,11 @@
 //! A file system whose disk is gone answers nothing any more, and still must be unmounted.
 
 use super::{Error, HostPath, unescape};
-use rustix::mount::{UnmountFlags, unmount};
+use crate::run::IMAGE;
+use rustix::{
+    io::Errno,
+    mount::{UnmountFlags, unmount},
+};
 use std::{
     fs, io,
     path::{Path, PathBuf},
@@ -36,7 +40,18 @@ impl Mounted {
             let text = format!("something else is mounted at {} by now", self.point.display());
             return Err(io::Error::other(text));
         }
-        Ok(unmount(&self.point, UnmountFlags::NOFOLLOW)?)
+        let plain = UnmountFlags::NOFOLLOW;
+        match unmount(&self.point, plain) {
+            // `disk.img` is mounted on it, and is of as little use.
+            Err(Errno::BUSY) if self.bears_image()? => {
+                Ok(unmount(&self.point, plain | UnmountFlags::DETACH)?)
+            }
+            outcome => Ok(outcome?),
+        }
+    }
+
+    fn bears_image(&self) -> io::Result<bool> {
+        Ok(topmost(&table()?, &self.point.join(IMAGE)).is_some())
     }
 }
 
