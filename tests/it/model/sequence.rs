@@ -139,6 +139,8 @@ struct Volume {
 /// began, none that began after it ended, and of one in flight any part.
 struct Window {
     before: Picture,
+    /// The same, with what the end of a daemon may have taken of it.
+    held: Held,
     batches: Vec<Vec<Action>>,
     earliest: usize,
     latest: usize,
@@ -168,7 +170,7 @@ impl Window {
     }
 
     fn assert_holds(&self, found: &Picture, what: &str) {
-        let Self { before, batches, earliest, latest } = self;
+        let Self { before, batches, earliest, latest, .. } = self;
         assert!(
             self.holds(found),
             "{what} is of no moment from {earliest} to {latest} of {}: {}; {batches:?}",
@@ -460,10 +462,13 @@ impl Sequence {
     }
 
     /// Asserts that this was cut from a volume in a call. One whose daemon died meanwhile may have
-    /// lost what was not flushed.
+    /// lost what was not flushed; and of what was made durable in the call, the cut may lack any.
     async fn assert_cut(&mut self, volume: &str, mut window: Window, found: &Picture, what: &str) {
         if self.is_broken(volume).await {
-            let mut held = self.volumes[volume].held.clone();
+            let (mut held, ended) = (window.held, window.earliest.min(window.batches.len()));
+            let (ended, later) = window.batches.split_at(ended);
+            ended.iter().flatten().for_each(|action| held.apply(action));
+            later.iter().flatten().for_each(|action| held.attempt(action));
             held.grow(found.sectors());
             held.assert_allows(found, what);
             return self.mend(volume).await;
@@ -799,16 +804,17 @@ impl Sequence {
             let journal = load.journal.clone();
             let batches = self.end_load(load).await;
             let held = &mut self.volumes.get_mut(&name).unwrap().held;
-            let before = held.picture.clone();
+            let (before, earlier) = (held.picture.clone(), held.clone());
             let done = batches.len() - usize::from(journal.is_broken());
             batches[..done].iter().flatten().for_each(|action| held.apply(action));
             batches[done..].iter().flatten().for_each(|action| held.attempt(action));
-            windows.insert(name, Window { before, batches, earliest, latest });
+            windows.insert(name, Window { before, held: earlier, batches, earliest, latest });
         }
         for (name, volume) in &self.volumes {
             windows.entry(name.clone()).or_insert_with(|| {
-                let (before, batches) = (volume.held.picture.clone(), Vec::new());
-                Window { before, batches, earliest: 0, latest: 0 }
+                let held = volume.held.clone();
+                let (before, batches) = (held.picture.clone(), Vec::new());
+                Window { before, held, batches, earliest: 0, latest: 0 }
             });
         }
         windows
