@@ -35,11 +35,16 @@ fn identity(data: &fs::Metadata) -> Identity {
 }
 
 impl Bound {
-    /// Of a socket that was bound to this path a moment ago, and nobody else binds there.
-    pub(crate) fn at(path: &Path) -> io::Result<Self> {
+    /// Binds a socket to this path, where nobody else does, in place of one that a predecessor left.
+    pub(crate) fn bind<Socket>(
+        path: &Path,
+        bind: impl FnOnce(&Path) -> io::Result<Socket>,
+    ) -> io::Result<(Socket, Self)> {
+        _ = fs::remove_file(path);
+        let listener = bind(path)?;
         let dir = path.parent().ok_or(io::ErrorKind::InvalidInput)?;
         let socket = identity(&fs::symlink_metadata(path)?);
-        Ok(Self { path: path.to_owned(), dir: File::open(dir)?, socket })
+        Ok((listener, Self { path: path.to_owned(), dir: File::open(dir)?, socket }))
     }
 
     /// What is there now.
@@ -86,15 +91,12 @@ mod test {
         let scratch = tempfile::tempdir().unwrap();
         let path = scratch.path().join("dir/socket");
         fs::create_dir(scratch.path().join("dir")).unwrap();
-        let bind = || {
-            let listener = UnixListener::bind(&path).unwrap();
-            (Bound::at(&path).unwrap(), listener)
-        };
-        let (first, _listener) = bind();
+        let bind = || Bound::bind(&path, |path| UnixListener::bind(path)).unwrap();
+        let (_listener, first) = bind();
         assert_eq!(first.look().unwrap(), Found::Ours);
         fs::remove_file(&path).unwrap();
         assert!(first.is_lost());
-        let (second, _other) = bind();
+        let (_other, second) = bind();
         assert_eq!(first.look().unwrap(), Found::Foreign);
         drop(first);
         assert_eq!(second.look().unwrap(), Found::Ours);
@@ -103,7 +105,7 @@ mod test {
         assert_eq!(second.look().unwrap(), Found::Foreign);
         fs::create_dir(scratch.path().join("dir")).unwrap();
         assert!(!second.is_lost(), "another driver's directory");
-        let (third, _third) = bind();
+        let (_third, third) = bind();
         drop(second);
         assert_eq!(third.look().unwrap(), Found::Ours);
         drop(third);

@@ -28,7 +28,7 @@ use rustix::{
 };
 use std::{
     collections::BTreeMap,
-    fs::{self, OpenOptions},
+    fs::OpenOptions,
     io,
     os::{
         fd::{AsFd as _, OwnedFd},
@@ -119,13 +119,15 @@ fn closer() -> mpsc::Sender<Dropped> {
     sender
 }
 
+/// Nobody else binds there: the supervisor runs one at a time.
 fn listen_at(path: &Path) -> io::Result<(OwnedFd, Bound)> {
-    _ = fs::remove_file(path); // a predecessor's: the supervisor runs one at a time
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-    bind(&socket, &SocketAddrUnix::new(path)?)?;
-    listen(&socket, 4)?;
-    Ok((socket, Bound::at(path)?))
+    Bound::bind(path, |path| {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+        bind(&socket, &SocketAddrUnix::new(path)?)?;
+        listen(&socket, 4)?;
+        Ok(socket)
+    })
 }
 
 impl Keeper {

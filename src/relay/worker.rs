@@ -55,9 +55,9 @@ pub(super) fn run(run: RunDir) -> anyhow::Result<()> {
     let begin = Instant::now();
     worker.restore()?;
     let path = worker.run.relay().socket();
-    _ = fs::remove_file(&path); // a predecessor's: we hold the lock
-    let listener = UnixListener::bind(&path).context(path.display().to_string())?;
-    let bound = Bound::at(&path).context(path.display().to_string())?;
+    // Nobody else binds there: we hold the lock.
+    let bound = Bound::bind(&path, |path| UnixListener::bind(path));
+    let (listener, bound) = bound.with_context(|| path.display().to_string())?;
     let volumes = worker.volumes().len();
     info!(volumes, seconds = begin.elapsed().as_secs_f64(), "relaying");
     let other = worker.clone();

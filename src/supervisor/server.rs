@@ -15,7 +15,7 @@ use futures_util::SinkExt as _;
 use rustix::{fs::Mode, process::umask};
 use std::{
     collections::BTreeMap,
-    fs::{self, File, OpenOptions},
+    fs::{File, OpenOptions},
     io,
     os::unix::fs::OpenOptionsExt as _,
     path::Path,
@@ -95,11 +95,10 @@ pub async fn run(run: RunDir) -> anyhow::Result<()> {
     supervisor.serve(listening).await
 }
 
+/// Nobody else binds there: we hold the lock.
 fn listen(socket: &Path) -> anyhow::Result<(UnixListener, Bound)> {
-    _ = fs::remove_file(socket); // a predecessor's: we hold the lock
-    let text = || socket.display().to_string();
-    let listener = UnixListener::bind(socket).with_context(text)?;
-    Ok((listener, Bound::at(socket).with_context(text)?))
+    let bound = Bound::bind(socket, |socket| UnixListener::bind(socket));
+    bound.with_context(|| socket.display().to_string())
 }
 
 async fn lock(run: &RunDir) -> anyhow::Result<File> {

@@ -13,13 +13,14 @@
 use super::{
     LayerId, PoolName, SnapshotId, VolumeId, Volumes,
     record::{Cut, LayerRecord, Phase, SnapshotRecord, VolumeRecord},
-    recover::{check_all, check_frozen, load, merge, named},
+    recover::{check_all, check_frozen, load, merge},
     state::{Kept, KeptLayer, State, layer_record},
 };
 use crate::{
     chain::Chain,
     pool::{self, Kind, Pool},
 };
+use serde::de::DeserializeOwned;
 use std::{collections::BTreeSet, fmt, path::PathBuf, sync::Arc};
 use tracing::{error, info};
 
@@ -97,11 +98,9 @@ impl Volumes {
     }
 
     fn heal_snapshot(&self, id: &SnapshotId) -> Found {
-        let Some((pool, path)) = self.only(Kind::Snapshot, id) else { return Found::Unreadable };
-        let read = load::<SnapshotRecord>(&path);
-        let read =
-            read.and_then(|record| named(&path, SnapshotId::of_name(&record.name) == *id, record));
-        let Ok(record) = read else { return Found::Unreadable };
+        let is_its = |record: &SnapshotRecord| SnapshotId::of_name(&record.name) == *id;
+        let read = self.read_again(Kind::Snapshot, id, is_its);
+        let Some((pool, record)) = read else { return Found::Unreadable };
         if !matches!(record.phase, Cut::Ready { .. }) {
             return Found::Unreadable;
         }
@@ -125,11 +124,9 @@ impl Volumes {
     }
 
     fn heal_volume(&self, id: &VolumeId) -> Found {
-        let Some((pool, path)) = self.only(Kind::Volume, id) else { return Found::Unreadable };
-        let read = load::<VolumeRecord>(&path);
-        let read =
-            read.and_then(|record| named(&path, VolumeId::of_name(&record.name) == *id, record));
-        let Ok(record) = read else { return Found::Unreadable };
+        let is_its = |record: &VolumeRecord| VolumeId::of_name(&record.name) == *id;
+        let read = self.read_again(Kind::Volume, id, is_its);
+        let Some((pool, record)) = read else { return Found::Unreadable };
         let Phase::Ready { active } = record.phase else { return Found::Unreadable };
         let layers = {
             let state = self.state.lock();
@@ -147,11 +144,17 @@ impl Volumes {
         Found::Right
     }
 
-    /// The one pool that has a record of this name, and where.
-    fn only(&self, kind: Kind, name: impl fmt::Display) -> Option<(Arc<Pool>, PathBuf)> {
+    /// The record of this name, if one pool alone has it, it can be read, and it is its own.
+    fn read_again<Record: DeserializeOwned>(
+        &self,
+        kind: Kind,
+        name: impl fmt::Display,
+        is_its: impl FnOnce(&Record) -> bool,
+    ) -> Option<(Arc<Pool>, Record)> {
         let mut places = self.places(kind, name);
-        let place = places.next()?;
-        places.next().is_none().then_some(place)
+        let (Some((pool, path)), None) = (places.next(), places.next()) else { return None };
+        let record = load(&path).ok()?;
+        is_its(&record).then_some((pool, record))
     }
 
     /// The pools that have a record of this name, each with where.

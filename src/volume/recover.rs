@@ -396,7 +396,7 @@ fn keep<Record>(pool: &Arc<Pool>, read: Result<Record, String>) -> Result<Kept<R
     Ok(Kept::Usable { pool: pool.clone(), record: read? })
 }
 
-pub(super) fn named<Record>(path: &Path, is_its: bool, record: Record) -> Result<Record, String> {
+fn named<Record>(path: &Path, is_its: bool, record: Record) -> Result<Record, String> {
     if is_its { Ok(record) } else { Err(format!("{}: it has the name of another", path.display())) }
 }
 
